@@ -1,7 +1,7 @@
 // MoE routing inside a consumer kernel: every workgroup selects the top-k experts of all ROWS rows for itself, so that
 // no dispatch of its own is needed. Included by `expert_skinny.comp`.
 //
-// `choose_for_rows` writes `ids_s` and `shares_s` ([ROWS][CHOSEN]) and, with SHARED 1, the shared expert's gate to
+// `choose_for_rows` writes `ids_s` and `shares_s` ([ROWS][CHOSEN]) and, with SHARED 1 or 2, the shared expert's gate to
 // `gates_s` ([ROWS]): the sigmoid of its logit, or 1 with GATED 0. The caller executes a barrier before it reads them.
 // The shares are still unnormalized: `share_of` returns the final ones, which the caller multiplies by the experts' own
 // factors (EXPERT_SCALES). With SHARES false the caller needs no shares, and the softmax sums are skipped. With TAGGED 1
@@ -9,8 +9,8 @@
 // With MATRIX 0, call it in uniform control flow.
 //
 // ROUTED 0  the greatest logits, with softmax shares (`experts.glsl`)
-// ROUTED 1  likewise, of the logits times `logit_scale`; the shares times `factor`
-// ROUTED 2  the greatest sigmoids of the logits times `logit_scale`, with CHOICE_BIAS 1 plus `choice_bias`; the shares are
+// ROUTED 1  likewise, of the logits times LOGIT_SCALE; the shares times `factor`
+// ROUTED 2  the greatest sigmoids of the logits times LOGIT_SCALE, with CHOICE_BIAS 1 plus `choice_bias`; the shares are
 //           the sigmoids (NORMALISE 1: divided by their sum plus SUM_OFFSET) times `factor`
 // These are the selections of `expert_route` without groups of experts.
 //
@@ -32,7 +32,7 @@ float share_of(uint row, uint choice) {
 }
 
 // Returns the number that is compared, or whose sigmoid is.
-float scaled(float logit) { return ROUTED == 0u ? logit : logit * logit_scale; }
+float scaled(float logit) { return ROUTED == 0u ? logit : logit * uintBitsToFloat(LOGIT_SCALE); }
 float sigmoid(float z) { return 1.0 / (1.0 + exp(-z)); }
 
 #if MATRIX == 1
@@ -53,11 +53,11 @@ void choose_for_rows(inout uint polls) {
                 scores[i] = ROUTED == 2u ? sigmoid(z) : z;
                 keys[i] = CANDIDATE(i) < COUNT ? key_of(ROUTED == 2u ? scores[i] + biases[i] : z) : 0u;
             }
-            if (SHARED == 1u && GATED == 1u) gate = TaggedIn1(logits).v[base + COUNT];
-            if (SHARED == 1u && GATED == 1u && TAGGED == 1u) bad |= stale(gate, logits_tag);
+            if (SHARED != 0u && GATED == 1u) gate = TaggedIn1(logits).v[base + COUNT];
+            if (SHARED != 0u && GATED == 1u && TAGGED == 1u) bad |= stale(gate, logits_tag);
         } while (TAGGED == 1u && poll_again(subgroupAny(bad != 0u), polls, fault, logits_tag));
         choose_experts(keys, scores, row, row * CHOSEN);
-        if (SHARED == 1u && LANE == 0u) gates_s[row] = GATED == 1u ? sigmoid(uintBitsToFloat(gate)) : 1.0;
+        if (SHARED != 0u && LANE == 0u) gates_s[row] = GATED == 1u ? sigmoid(uintBitsToFloat(gate)) : 1.0;
     }
 }
 #else
@@ -85,7 +85,7 @@ void choose_for_rows(inout uint polls) {
             uint key = key_of(z);
             if (turn + gl_LocalInvocationIndex < COUNT) keys_s[id] = key;
         }
-        if (SHARED == 1u) {
+        if (SHARED != 0u) {
             float gate = 1.0;
             if (GATED == 1u) gate = sigmoid(uintBitsToFloat(logit(row * logits_stride + COUNT, polls)));
             if (gl_LocalInvocationIndex == 0u) gates_s[row] = gate;

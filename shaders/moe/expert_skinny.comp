@@ -9,20 +9,21 @@
 //           y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · f( Ws · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
 //           (GATED 0: without the sigmoid)
 // STAGE 1   y[r] += sum_j Wd[e(r, j)] · x[r][j] + Wsd · x[r][CHOSEN], as one sum over all columns of all experts; with
-//           ADD 0, y[r] is replaced
+//           ADD 0, y[r] is replaced. SHARED 2: instead of Wsd · x[r][CHOSEN], sigmoid(logits[r][COUNT]) · shared_output[r], which
+//           products of its own have computed
 // With BIAS 1, an expert's bias is added to the products of STAGE 0, and times its share to those of STAGE 1.
 //
 // logits     [rows][logits_stride] f32: COUNT router logits, then the shared expert's gate if there is one.
 //            `choose.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
 // weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`), of bfloat16 or f16 (`half_rows.glsl`); in
 //            STAGE 0 the rows of gate and up alternate. CODED 1: codes with scales (`codes.glsl`), which become f16 in
-//            registers; there is no shared expert then. Experts that are not in `weight` (`expert_part.glsl`) are left out: of y in STAGE 0, and of the
+//            registers; SHARED is 0 or 2 then. Experts that are not in `weight` (`expert_part.glsl`) are left out: of y in STAGE 0, and of the
 //            sum in STAGE 1
-// shared     [shared_n rows], likewise
+// shared     [shared_n rows], likewise. SHARED 2: `shared_output`, [rows][y_stride] f32
 // x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
 // y          STAGE 0: [rows][CHOSEN · INNER and SHARED_INNER, each padded to 32] f32; the padding is not written.
 //            STAGE 1: [rows][y_stride] f32, the residual
-// TAGGED 1   x, logits and y are tagged (`tags.glsl`)
+// TAGGED 1   x, logits, y and shared_output are tagged (`tags.glsl`)
 //
 // One workgroup computes TILES blocks of 16 rows of W: in STAGE 0 of one expert, for all rows that chose it; in STAGE 1
 // of all experts that any row chose. Its groups of 32 lanes split K as in `skinny`, and a row's values are split into
@@ -63,8 +64,9 @@ layout(constant_id = 19) const uint GATED = 1;    // the shared expert has a gat
 layout(constant_id = 21) const uint FIRST_EXPERT = 0; // the first expert in `weight`: `expert_part.glsl`
 layout(constant_id = 22) const uint PART_EXPERTS = 0; // the number of experts in `weight`; 0: all
 layout(constant_id = 23) const uint SUM_OFFSET = 0x1e3ce508; // the bits of an f32: `choose.glsl`
+layout(constant_id = 24) const uint LOGIT_SCALE = 0x3f800000; // likewise
 #if CODED == 1
-layout(constant_id = 24) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 25) const uint CODES = 0x5024; // the weights' format
 #endif
 
 #include "fragments.glsl"
@@ -87,7 +89,11 @@ spirv_execution_mode(extensions = ["SPV_KHR_float_controls"], capabilities = [44
 
 layout(push_constant) uniform Args {
     Words4In weight;
+#if CODED == 1
+    TaggedIn shared_weight; // SHARED 2: shared_output
+#else
     Words4In shared_weight;
+#endif
     TaggedIn x;
     Floats4In norm;
     TaggedIn logits;
@@ -103,7 +109,7 @@ layout(push_constant) uniform Args {
     uint y_stride;
     float epsilon;
     float factor;
-    float logit_scale;
+    uint shared_tag;  // SHARED 2: the tag of shared_output
     uint x_tag;
     uint logits_tag;
     uint old_tag;     // tag of y before the residual is added
@@ -639,6 +645,14 @@ void main() {
             PUT_TWO(to, words)
         } else {
             if (ADD == 1u) v += uintBitsToFloat(old);
+#if CODED == 1
+            if (SHARED == 2u) {
+                uvec4 words = shared_weight.v[item_at];
+                while (TAGGED == 1u && poll_again(stale(words, shared_tag) != 0u, polls, fault, shared_tag))
+                    words = shared_weight.v[item_at];
+                v += gates_s[item_token] * uintBitsToFloat(words);
+            }
+#endif
             if (BIAS == 1u) {
                 for (uint j = 0u; j < CHOSEN; j++) {
                     if (is_elsewhere(ids_s[item_token * CHOSEN + j])) continue;

@@ -244,6 +244,13 @@ impl Operands {
         range
     }
 
+    /// Random numbers, as words of a generation of tagged ones or plain.
+    fn floats(&mut self, name: &str, count: u32, tag: Option<u32>) -> Range {
+        let word = |value: f32| tag.map_or(value.to_bits(), |tag| tagged(value, tag));
+        let words = (0..count).map(|_| word(self.random())).collect();
+        self.buffer(name, words)
+    }
+
     fn zeros(&mut self, name: &str, words: u32) -> Range {
         self.buffer(name, vec![0; words as usize])
     }
@@ -320,13 +327,13 @@ impl Operands {
         self.buffer("norm", words)
     }
 
-    /// Returns the factor of a product with a matrix of `[rows, cols]` codes whose results go through the gated linear
-    /// unit `glu`. One with a limit hides the errors of large products, and shows the rounding of small ones beside terms
-    /// that cancel: the factor makes the largest of them about 1. For others it is 1.
+    /// Returns the factor of a product with a matrix of `[rows, cols]` codes whose results go through the activation `glu`. Large
+    /// products hide their errors in it: one with a limit cuts them off, and the sigmoid of a large negative gate is zero. Small ones
+    /// show their rounding beside terms that cancel. The factor makes the largest of them about 1; without an activation it is 1.
     fn unit_scale(&self, glu: u32, range: Range, format: Format, layout: Layout, [rows, cols]: [u32; 2]) -> f32 {
-        match glu & 0xff == 4 {
-            true => 1.0 / (8.0 * self.largest(range, format, layout == Layout::Fragments, rows, cols)),
-            false => 1.0,
+        match glu {
+            0 | 1 => 1.0,
+            _ => 1.0 / (8.0 * self.largest(range, format, layout == Layout::Fragments, rows, cols)),
         }
     }
 
@@ -597,24 +604,34 @@ impl Operands {
     fn few_experts(&mut self, call: &Call, format: Format) -> Built {
         let c = ExpertSkinnyConstants::from_values(&call.constants);
         let a = ExpertSkinnyArgs::from_args(&call.args);
-        // Two tiles of each expert. Each row chooses the first experts of the part, the only ones that have weights, and others
-        // if the part has fewer.
-        let n = 2 * FRAGMENT_ROWS * c.tiles;
-        let own = experts_of(c.part_experts, c.chosen);
+        // Two tiles of each expert, or, for the second stage of the program in PTX, more than its places of sums, if it may have so
+        // many. Each row chooses one expert later than the row before; the first row begins with those of the part. Only they have
+        // weights.
+        let tiles = match shaders::find(call.kernel).is_ptx() && c.stage == 1 {
+            true => codes_ptx::most_expert_blocks(&call.constants).min(6),
+            false => 2,
+        };
+        let n = tiles * FRAGMENT_ROWS * c.tiles;
+        let shift = |row: u32| row.min(c.count - c.chosen);
+        let own = experts_of(c.part_experts, c.chosen + shift(c.rows - 1));
         let word = |value: f32, tag: u32| if c.tagged == 1 { tagged(value, tag) } else { value.to_bits() };
         // An expert's place, counted from the part's first.
         let place = |id: u32| (id + c.count - c.first_expert) % c.count;
-        let logit = |id: u32| match id < c.count && place(id) < c.chosen {
+        let logit = |row: u32, id: u32| match id < c.count && (shift(row)..shift(row) + c.chosen).contains(&place(id)) {
             true => -0.1 * place(id) as f32,
             // The shared expert's gate.
             false if id == c.count => 0.0,
             false => -50.0,
         };
-        let logits = (0..c.rows * a.logits_stride).map(|i| word(logit(i % a.logits_stride), a.logits_tag)).collect();
+        let logits = (0..c.rows * a.logits_stride)
+            .map(|i| word(logit(i / a.logits_stride, i % a.logits_stride), a.logits_tag))
+            .collect();
         let weight = self.weight("weight", format, Layout::Fragments, own * n, c.columns);
         let glu = if c.stage == 0 { c.glu } else { 0 };
         let norm = self.unit_scale(glu, weight, format, Layout::Fragments, [own * n, c.columns]);
-        let (values, x_cols) = if c.stage == 0 { (VALUES, c.columns) } else { (a.x_stride, a.x_stride) };
+        // Groups of lanes of the program in PTX have columns of their own.
+        let values = if shaders::find(call.kernel).is_ptx() { c.columns } else { VALUES };
+        let (values, x_cols) = if c.stage == 0 { (values, c.columns) } else { (a.x_stride, a.x_stride) };
         let tag = (c.tagged == 1).then_some(a.x_tag);
         // In the first stage, a row of y is the parts of all choices.
         let width = match c.stage {
@@ -625,6 +642,8 @@ impl Operands {
         let shared_cols = if c.stage == 0 { c.columns } else { c.shared_columns };
         let shared_weight = match c.shared {
             0 => self.zeros("shared_weight", 1),
+            // The shared expert's output.
+            2 => self.floats("shared_output", c.rows * width, (c.tagged == 1).then_some(a.shared_tag)),
             _ => self.weight("shared_weight", format, Layout::Fragments, n, shared_cols),
         };
         let x = self.rows(values, [c.rows, x_cols, a.x_stride], tag);
@@ -640,7 +659,7 @@ impl Operands {
             logits: self.buffer("logits", logits),
             y,
             fault: self.zeros("fault", 2),
-            bias: self.bias((c.first_expert + own) * n),
+            bias: self.bias(c.count * n),
             choice_bias: self.zeros("choice_bias", c.count),
             expert_scales: self.buffer("expert_scales", vec![1f32.to_bits(); c.count as usize]),
             n,
@@ -648,7 +667,11 @@ impl Operands {
             y_stride: width,
             ..a
         };
-        let groups = fold(if c.stage == 0 { 2 * (c.chosen + c.shared) } else { 2 }, 1);
+        let groups = match shaders::find(call.kernel).is_ptx() {
+            // Workgroups of the program in PTX have several blocks.
+            true => [if c.stage == 0 { 3 } else { 1 }, 1, 1],
+            false => fold(if c.stage == 0 { 2 * (own.max(c.chosen) + c.shared) } else { 2 }, 1),
+        };
         (Call { args: args.into_args(), groups, ..call.clone() }, (y, width), false)
     }
 
@@ -900,7 +923,7 @@ mod tests {
         let middle = floats(shape.middle_stride());
         let config = SkinnyConfig { threads: 64, tiles: 1, ahead: 8 };
         let (flow, logits, matrices) = (Flow::NONE, Flow::NONE, Matrices::Emulated);
-        let few = FewRows { middle, rows, matrices, config, flow, logits, fault: range };
+        let few = FewRows { middle, rows, matrices, config, ptx: None, flow, logits, fault: range, shared: None };
         let gemv = GemvRows { used: Used { rows, count: None }, choices: range, threads: 64 };
         let panel = PanelConfig { threads: 64, tiles: 1, ahead: 1, blocks: 1, in_f16: false };
         let panel = Grouped::Panel(matrices, [panel; 2]);

@@ -16,6 +16,7 @@
 
 use super::attention::gate;
 use super::deterministic::{key_of, value_of};
+use super::gemm::codes_ptx::{self, CodesPtxConfig};
 use super::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, Scratch};
 use super::gemm::panel;
 use super::gemm::skinny::{Matrices, SkinnyConfig};
@@ -25,9 +26,9 @@ use super::gemm::{Activations, Epilogue, Matrix, Product};
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Range};
 use super::shaders::{
-    ExpertChooseArgs, ExpertChooseConstants, ExpertCombineArgs, ExpertCombineConstants, ExpertGemvArgs,
-    ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertRouteArgs, ExpertRouteConstants, ExpertSkinnyArgs,
-    ExpertSkinnyConstants,
+    EXPERT_SKINNY_PTX, ExpertChooseArgs, ExpertChooseConstants, ExpertCombineArgs, ExpertCombineConstants,
+    ExpertGemvArgs, ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertRouteArgs, ExpertRouteConstants,
+    ExpertSkinnyArgs, ExpertSkinnyConstants,
 };
 use super::tags::{Flow, tagged};
 use super::{Format, codes_word, fold, format_of, format_of_word, format_word};
@@ -421,10 +422,15 @@ pub struct FewRows {
     pub matrices: Matrices,
     /// The workgroup shape.
     pub config: SkinnyConfig,
+    /// The workgroups of `expert_skinny.codes.ptx`, which computes the stage if it serves it and a workgroup has enough shared memory.
+    pub ptx: Option<CodesPtxConfig>,
     /// The tags of the stage's input and output: of x and `middle`, or of `middle` and y.
     pub flow: Flow,
     /// The tags of the logits, which are tagged if and only if the input and the output are.
     pub logits: Flow,
+    /// The shared expert's output and its tags, if products of its own compute it, as beside experts of codes:
+    /// [`Mlp::few_down`] adds it, times its gate. Its rows have the stride of those of y.
+    pub shared: Option<(Activations, Flow)>,
     /// The fault word.
     pub fault: Range,
 }
@@ -489,12 +495,15 @@ impl Mlp {
         let FewRows { rows, matrices, config, flow, logits, fault, .. } = few;
         let shape = &self.shape;
         let (weight, shared, n, shared_n) = self.matrices(stage, stack);
+        let shared = shared.filter(|_| few.shared.is_none());
+        let output = few.shared.filter(|_| stage == Stage::Down && stack.first == 0);
         let part = self.part(stack, n);
         let most = match weight.format {
             Format::Bf16 | Format::F16 => MOST_FEW_ROWS,
-            Format::Codes(_) if self.shared.is_none() => MOST_FEW_CODED_ROWS,
+            Format::Codes(_) if shared.is_none() => MOST_FEW_CODED_ROWS,
             _ => 0,
         };
+        assert!(output.is_none_or(|(rows, _)| rows.stride == y.stride), "rows of {}'s shared expert", self.label);
         assert!(rows <= most, "{rows} rows of {:?}", weight.format);
         let alike = shared.is_none_or(|shared| shared.format == weight.format);
         assert!(alike, "{:?} of the shared expert beside {:?}", shared.map(|s| s.format), weight.format);
@@ -507,14 +516,14 @@ impl Mlp {
         let [choice_bias, scales] = [|r: Route| r.bias, |r: Route| r.scales].map(|of| self.routing.and_then(of));
         let tagged = flow.code() != 0;
         assert!(!tagged || (flow.code() == 3 && logits.input_carried && shape.middle_is_whole()), "tags of {shape:?}");
-        let constants = ExpertSkinnyConstants {
+        let mut constants = ExpertSkinnyConstants {
             threads: config.threads,
             lanes: config.threads,
             stage: u32::from(stage == Stage::Down),
             count: shape.count,
             chosen: shape.chosen,
             normalise: u32::from(shape.normalise),
-            shared: u32::from(shared.is_some()),
+            shared: if output.is_some() { 2 } else { u32::from(shared.is_some()) },
             tiles: config.tiles,
             ahead: config.ahead,
             rows,
@@ -533,10 +542,14 @@ impl Mlp {
             first_expert: part.first,
             part_experts: part.count,
             codes: codes_word(weight.format),
+            logit_scale: self.routing.map_or(1.0, |routing| routing.logit_scale).to_bits(),
         };
         let args = ExpertSkinnyArgs {
             weight: weight.range,
-            shared_weight: shared.map_or(weight.range.none(), |s| s.range),
+            shared_weight: output
+                .map(|(rows, _)| rows.range)
+                .or(shared.map(|s| s.range))
+                .unwrap_or(weight.range.none()),
             x: x.range,
             norm: if stage == Stage::GateUp { self.norm.0 } else { x.range.none() },
             logits: self.logits.range,
@@ -553,23 +566,34 @@ impl Mlp {
             y_stride: y.stride,
             epsilon: self.norm.1,
             factor: self.routing.map_or(1.0, |routing| routing.factor),
-            logit_scale: self.routing.map_or(1.0, |routing| routing.logit_scale),
+            shared_tag: output.map_or(0, |(_, flow)| flow.input),
             x_tag: flow.input,
             logits_tag: logits.input,
             old_tag: flow.old,
             y_tag: flow.output.unwrap_or(0),
         };
-        let each = n.div_ceil(16 * config.tiles);
+        let served = codes_ptx::serves_experts(weight.format, &constants);
+        let ptx = few.ptx.filter(|_| served).and_then(|ptx| ptx.of_experts(n, &constants));
+        if let Some(ptx) = ptx {
+            let threads = (ptx.groups + 1) * 32;
+            constants = ExpertSkinnyConstants { threads, lanes: threads, tiles: 1, ahead: ptx.slots, ..constants };
+        }
+        let each = n.div_ceil(16 * constants.tiles);
         let groups = match stage {
             Stage::GateUp => {
-                let of_shared = if shared.is_some() { shared_n.div_ceil(16 * config.tiles) } else { 0 };
+                let of_shared = if shared.is_some() { shared_n.div_ceil(16 * constants.tiles) } else { 0 };
                 let experts = if part == ExpertPart::ALL { shape.count } else { part.count };
                 (rows * shape.chosen).min(experts) * each + of_shared
             }
             Stage::Down => each,
         };
+        // Each row chooses as many experts, so with all of them no workgroup of the program is without a block: it would read x
+        // although no later call waits for it.
+        let most = if stage == Stage::GateUp && part == ExpertPart::ALL { shape.chosen * each } else { groups };
+        let groups = ptx.map_or(groups, |ptx| most.min(ptx.workgroups));
         let call = Call {
             kernel: match (weight.format, matrices) {
+                _ if ptx.is_some() => EXPERT_SKINNY_PTX.name,
                 (Format::Bf16, Matrices::Emulated) => "expert_skinny.bf16.plain",
                 (Format::Bf16, Matrices::Cooperative) => "expert_skinny.bf16",
                 (Format::F16, Matrices::Emulated) => "expert_skinny.f16.plain",
@@ -584,7 +608,8 @@ impl Mlp {
             groups: fold(groups, 1),
         };
         let call = flow.mark(call, x.range, y.range);
-        if tagged { call.carry(self.logits.range) } else { call }
+        let carried = [Some(self.logits.range), output.map(|(rows, _)| rows.range)];
+        carried.into_iter().flatten().filter(|_| tagged).fold(call, Call::carry)
     }
 
     /// Returns the workgroup shapes of [`Mlp::few_gate_up`] and [`Mlp::few_down`] for `rows` rows, within `limit` bytes
@@ -1068,6 +1093,8 @@ struct Stages {
     bias: Option<Range>,
     /// Whether the second stage adds to y.
     adds: bool,
+    /// The shared expert's output, in rows as y's, if the second stage adds that instead of computing it.
+    output: Option<Range>,
 }
 
 impl Stages {
@@ -1077,7 +1104,9 @@ impl Stages {
         let choices: Vec<(u32, Option<u32>, f64)> = (0..)
             .zip(choices)
             .map(|(place, (expert, share))| (place, *expert, *share))
-            .filter(|(_, expert, _)| expert.map_or(self.shared.is_some(), |id| !self.part.lacks(id)))
+            .filter(|(_, expert, _)| {
+                expert.map_or(self.shared.is_some() || self.output.is_some(), |id| !self.part.lacks(id))
+            })
             .collect();
         let of = |expert: Option<u32>| match expert {
             Some(id) => (&self.weights, (id - self.part.first) * self.n, self.n),
@@ -1099,6 +1128,12 @@ impl Stages {
             let old = |i| if self.adds { f64::from(memory.f32(self.y.range, row * self.y.stride + i)) } else { 0.0 };
             let mut sums: Vec<f64> = (0..self.n).map(old).collect();
             for (place, expert, share) in choices {
+                if let (None, Some(output)) = (expert, self.output) {
+                    for (i, sum) in (row * self.y.stride..).zip(&mut sums) {
+                        *sum += share * f64::from(memory.f32(output, i));
+                    }
+                    continue;
+                }
                 let (weights, first, n) = of(expert);
                 let x = line(memory, place * self.weights.cols.next_multiple_of(FRAGMENT_COLS), weights.cols);
                 for r in 0..n {
@@ -1144,6 +1179,7 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
         glu: c.glu,
         bias: (c.bias == 1).then_some(a.bias),
         adds: c.add == 1,
+        output: (c.shared == 2).then_some(a.shared_weight),
     };
     let selection = Selection {
         sigmoid: c.routed == 2,
@@ -1151,14 +1187,14 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
         scales: (c.expert_scales == 1).then_some(a.expert_scales),
         sum_offset: f32::from_bits(c.sum_offset),
         factor: a.factor,
-        logit_scale: a.logit_scale,
+        logit_scale: f32::from_bits(c.logit_scale),
         ..Selection::greatest(c.count, c.chosen, c.normalise)
     };
     for row in 0..c.rows {
         let first = row * a.logits_stride;
         let chosen = selection.of(memory, a.logits, first);
         let mut choices: Vec<(Option<u32>, f64)> = chosen.into_iter().map(|(id, share)| (Some(id), share)).collect();
-        if c.shared == 1 {
+        if c.shared != 0 {
             choices.push((None, gate(c.gated, memory, a.logits, first + c.count)));
         }
         stages.row(memory, row, &choices);
@@ -1186,6 +1222,7 @@ pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
         glu: c.glu,
         bias: (c.bias == 1).then_some(a.bias),
         adds: true,
+        output: None,
     };
     let used = if c.used == 0 { memory.u32(a.count, 2) } else { c.used };
     for row in 0..used {

@@ -3,7 +3,7 @@
 use super::attention::flash_wgmma;
 use super::gemm::{codes_ptx, wgmma};
 use super::ptx::PtxProgram;
-use super::shaders::{FLASH_WGMMA, SKINNY_CODES_PTX, WGMMA};
+use super::shaders::{EXPERT_SKINNY_PTX, FLASH_WGMMA, SKINNY_CODES_PTX, WGMMA};
 
 /// Returns the program of a kernel for the constants of a call.
 ///
@@ -13,8 +13,8 @@ pub fn program(kernel: &str, constants: &[u32]) -> PtxProgram {
     if kernel == FLASH_WGMMA.name {
         return flash_wgmma::program(constants);
     }
-    if kernel == SKINNY_CODES_PTX.name {
-        return codes_ptx::program(constants);
+    if is_of_codes(kernel) {
+        return codes_ptx::program(kernel, constants);
     }
     assert_eq!(kernel, WGMMA.name, "a kernel in PTX");
     let variant = wgmma::variant_of(constants);
@@ -26,6 +26,11 @@ pub fn program(kernel: &str, constants: &[u32]) -> PtxProgram {
     }
 }
 
+/// Whether a kernel in PTX multiplies codes with few rows of x: those of `gemm::codes_ptx`.
+pub fn is_of_codes(kernel: &str) -> bool {
+    [SKINNY_CODES_PTX.name, EXPERT_SKINNY_PTX.name].contains(&kernel)
+}
+
 /// Returns the number of threads and of bytes of shared memory of a kernel's workgroup.
 ///
 /// # Panics
@@ -34,8 +39,8 @@ pub fn workgroup(kernel: &str, constants: &[u32]) -> (u32, u32) {
     if kernel == FLASH_WGMMA.name {
         return flash_wgmma::workgroup(constants);
     }
-    if kernel == SKINNY_CODES_PTX.name {
-        return codes_ptx::workgroup(constants);
+    if is_of_codes(kernel) {
+        return codes_ptx::workgroup(kernel, constants);
     }
     assert_eq!(kernel, WGMMA.name, "a kernel in PTX");
     let variant = wgmma::variant_of(constants);

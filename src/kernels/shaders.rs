@@ -156,6 +156,67 @@ pub static SKINNY_CODES_PTX: Shader = Shader {
     matrices: false,
 };
 
+/// The interface of `expert_skinny.codes.ptx`, whose program is a text in PTX: that of `expert_skinny`.
+pub static EXPERT_SKINNY_PTX: Shader = Shader {
+    name: "expert_skinny.codes.ptx",
+    source: "src/kernels/gemm/codes_ptx/experts.rs",
+    spirv: &[],
+    push_bytes: 128,
+    fields: &[
+        address("weight", 0),
+        address("shared_weight", 8),
+        address("x", 16),
+        address("norm", 24),
+        address("logits", 32),
+        address("y", 40),
+        address("fault", 48),
+        address("bias", 56),
+        address("choice_bias", 64),
+        address("expert_scales", 72),
+        value("n", 80),
+        value("shared_n", 84),
+        value("x_stride", 88),
+        value("logits_stride", 92),
+        value("y_stride", 96),
+        value("epsilon", 100),
+        value("factor", 104),
+        value("shared_tag", 108),
+        value("x_tag", 112),
+        value("logits_tag", 116),
+        value("old_tag", 120),
+        value("y_tag", 124),
+    ],
+    constants: &[
+        (0, "threads"),
+        (1, "lanes"),
+        (2, "stage"),
+        (3, "count"),
+        (4, "chosen"),
+        (5, "normalise"),
+        (6, "shared"),
+        (7, "tiles"),
+        (8, "ahead"),
+        (9, "rows"),
+        (10, "columns"),
+        (11, "shared_columns"),
+        (12, "tagged"),
+        (13, "glu"),
+        (14, "bias"),
+        (15, "add"),
+        (16, "routed"),
+        (17, "choice_bias"),
+        (18, "expert_scales"),
+        (19, "gated"),
+        (20, "devices"),
+        (21, "first_expert"),
+        (22, "part_experts"),
+        (23, "sum_offset"),
+        (24, "logit_scale"),
+        (25, "codes"),
+    ],
+    matrices: false,
+};
+
 /// The interface of `flash_wgmma`, whose program is a text in PTX (`super::attention::flash_wgmma`): that of `flash`, whose
 /// partial results it does not need.
 pub static FLASH_WGMMA: Shader = Shader {
@@ -214,6 +275,7 @@ pub fn find(name: &str) -> &'static Shader {
         Err(_) if name == WGMMA.name => &WGMMA,
         Err(_) if name == FLASH_WGMMA.name => &FLASH_WGMMA,
         Err(_) if name == SKINNY_CODES_PTX.name => &SKINNY_CODES_PTX,
+        Err(_) if name == EXPERT_SKINNY_PTX.name => &EXPERT_SKINNY_PTX,
         Err(_) => panic!("no shader is called \"{name}\""),
     }
 }
@@ -233,10 +295,15 @@ mod tests {
         }
     }
 
-    /// Goal: the constants and arguments of `skinny_codes` mean the same to its program in PTX.
+    /// Goal: the constants and arguments of `skinny_codes` and `expert_skinny` mean the same to their programs in PTX.
     #[test]
-    fn the_program_of_one_row_has_the_interface_of_its_shader() {
-        let (shader, program) = (find("skinny_codes"), &SKINNY_CODES_PTX);
+    fn programs_of_few_rows_have_the_interfaces_of_their_shaders() {
+        for (shader, program) in [("skinny_codes", &SKINNY_CODES_PTX), ("expert_skinny.codes", &EXPERT_SKINNY_PTX)] {
+            same_interface(find(shader), program);
+        }
+    }
+
+    fn same_interface(shader: &Shader, program: &Shader) {
         let fields = |shader: &Shader| -> Vec<(&str, u32, u32)> {
             shader.fields.iter().map(|field| (field.name, field.offset, field.bytes)).collect()
         };

@@ -167,7 +167,7 @@ pub(super) fn reference_clear_tags(call: &Call, memory: &mut HostMemory) {
 }
 
 /// The names of the arguments that hold a tag that the call polls for.
-const AWAITED: [&str; 6] = ["x_tag", "beside_tag", "qkv_tag", "logits_tag", "old_tag", "o_tag"];
+const AWAITED: [&str; 7] = ["x_tag", "beside_tag", "qkv_tag", "logits_tag", "shared_tag", "old_tag", "o_tag"];
 
 /// Puts each call's number (its position among the recording's operations, starting at 1) into the upper bits of the
 /// tags that it polls for, so that the fault word names the call that polled too long. In a recording that exchanges words
@@ -370,6 +370,7 @@ fn polled(recording: &Recording, visit: &mut dyn FnMut(&Polled<'_>) -> Result<()
                 "qkv" => "qkv_tag",
                 "logits" => "logits_tag",
                 "beside" => "beside_tag",
+                "shared_weight" => "shared_tag",
                 "y" => "old_tag",
                 _ => "x_tag",
             };

@@ -683,7 +683,10 @@ fn programs_of_few_rows_are_assembled_without_spilling() {
             };
             let constants = constants.into_values();
             assembled.insert((rows, codes_ptx::most_blocks(&constants) < u32::MAX));
-            assembler.require(&format!("{format:?}, {constants:?}"), &codes_ptx::program(&constants).text);
+            assembler.require(
+                &format!("{format:?}, {constants:?}"),
+                &codes_ptx::program("skinny_codes.ptx", &constants).text,
+            );
         }
     }
     for of in [(1, false), (2, false), (3, false), (4, false), (7, false), (8, false), (4, true), (8, true)] {

@@ -9,8 +9,13 @@
 //! be rounded to the other neighbor, which changes the results: 1e-2, as in `tiled.rs`. A wrong expert or row changes a
 //! value by about 1.
 
+use crate::assembler::Assembler;
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, every_case, round, ways};
+use crate::ptx;
+use ostinato::kernels::code_probe;
+use ostinato::kernels::codes_word;
+use ostinato::kernels::gemm::codes_ptx::{self, CodesPtxConfig};
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, block_rows};
 use ostinato::kernels::gemm::panel;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
@@ -18,12 +23,16 @@ use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, TILE_TOKENS, T
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, FewRows, GemvRows, Grouped, Mlp, Route, Sorted, Stack, Used};
-use ostinato::kernels::recording::{BufferId, Range};
-use ostinato::kernels::tags::{Flow, tagged};
+use ostinato::kernels::recording::{BufferId, Op, Range};
+use ostinato::kernels::shaders::ExpertSkinnyConstants;
+use ostinato::kernels::tags::{CALL_SHIFT, Flow, tagged};
+use ostinato::memory::pack::codes::unit_cols;
 use ostinato::memory::pack::{self, Format, Layout, Packing, RowMap, SourceFormat};
+use ostinato::quant::blocks::BlockType;
 use ostinato::quant::number::Number;
 use ostinato::quant::quantize::{INT4, INT8};
 use ostinato::quant::{Codes, Minimum};
+use std::cell::Cell;
 
 const EPSILON: f32 = 1e-3;
 /// Tolerances, explained at the top of the file.
@@ -58,6 +67,8 @@ struct Layer {
     gate_up: Vec<f32>,
     down: Vec<f32>,
     shared: Option<(Vec<f32>, Vec<f32>)>,
+    /// The shared expert's output, `[rows][hidden]`, if the last stage adds it instead of computing it.
+    output: Option<Vec<f32>>,
     x: Vec<f32>,
     norm: Vec<f32>,
     /// `[rows][shape.logits()]`
@@ -105,6 +116,7 @@ impl Layer {
             shared: shape.shared_inner.map(|inner| {
                 (matrix(random, shape.first_rows(inner), shape.hidden), matrix(random, shape.hidden, inner))
             }),
+            output: None,
             x: random.floats((rows * shape.hidden) as usize),
             norm: random.floats(shape.hidden as usize),
             logits: values,
@@ -196,7 +208,14 @@ impl Layer {
         }
         if let Some((gate_up, down)) = &self.shared {
             let gate = self.logits[(row * self.shape.logits() + self.shape.count) as usize];
-            add(gate_up, down, down.len() / hidden, None, sigmoid(f64::from(gate)));
+            let gate = sigmoid(f64::from(gate));
+            match &self.output {
+                None => add(gate_up, down, down.len() / hidden, None, gate),
+                Some(output) => {
+                    let own = &output[row as usize * hidden..][..hidden];
+                    y.iter_mut().zip(own).for_each(|(y, own)| *y += gate * f64::from(*own));
+                }
+            }
         }
         y
     }
@@ -350,6 +369,8 @@ fn few_coded() -> Vec<(ExpertsShape, u32, Logits, u32)> {
         (shape([37, 3, 16, 48], None, false), 3, Logits::Ties, 1),
         (shape([8, 8, 24, 544], None, false), 1, Logits::Random, 2),
         (shape([8, 2, 272, 80], None, true), 4, Logits::Same, 2),
+        (shape([16, 4, 32, 64], Some(40), true), 3, Logits::Random, 1),
+        (shape([8, 2, 40, 80], Some(32), false), 1, Logits::Ties, 1),
     ]
 }
 
@@ -435,11 +456,20 @@ fn check_few(
         let stride = shape.middle_stride();
         let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(near));
         let middle = Activations { range: middle, stride };
+        // Beside experts of codes, products of its own compute the shared expert.
+        layer.output = (coded && shape.shared_inner.is_some()).then(|| random.floats((rows * shape.hidden) as usize));
+        let output = layer.output.as_ref();
+        let output = output.map(|o| Layer::activations(&mut cases, "shared.output", o, shape.hidden, rows, None));
+        let shared = output.map(|output| (output, Flow::NONE));
         let (threads, ahead) = if coded { (64, 4 * tiles) } else { (128, 2) };
         let config = SkinnyConfig { threads, tiles, ahead };
         let fault = cases.words("fault", &[0, 0]);
         let (flow, logits) = (Flow::NONE, Flow::NONE);
-        few_stages(&mut cases, &mlp, FewRows { middle, rows, matrices, config, flow, logits, fault });
+        few_stages(
+            &mut cases,
+            &mlp,
+            FewRows { middle, rows, matrices, config, ptx: None, flow, logits, fault, shared },
+        );
         made.push((layer, mlp, name));
     }
     let reference = cases.reference();
@@ -543,7 +573,11 @@ fn a_few_rows_are_routed_by_scores() {
             let config = SkinnyConfig { threads: config.0, tiles: config.1, ahead: config.2 };
             let fault = cases.words("fault", &[0, 0]);
             let (matrices, flow, logits) = (*matrices, Flow::NONE, Flow::NONE);
-            few_stages(&mut cases, &mlp, FewRows { middle, rows, matrices, config, flow, logits, fault });
+            few_stages(
+                &mut cases,
+                &mlp,
+                FewRows { middle, rows, matrices, config, ptx: None, flow, logits, fault, shared: None },
+            );
         }
         let reference = cases.reference();
         check(&vulkan, &cases, &reference);
@@ -559,6 +593,8 @@ fn a_few_rows_read_and_write_tagged_words() {
         (shape([16, 8, 32, 64], Some(32), true), 1, WHOLE),
         (shape([8, 2, 32, 96], None, false), 8, WHOLE),
         (shape([16, 8, 32, 64], Some(32), true), 1, [&[9, 7], &[4, 12]]),
+        // Codes, with the output of a shared expert.
+        (shape([8, 2, 32, 64], Some(64), true), 2, [&[3, 5], &[3, 5]]),
     ];
     let (read, carried) = (Flow { input_carried: true, ..Flow::NONE }, TAGS);
     for matrices in ways() {
@@ -569,14 +605,34 @@ fn a_few_rows_read_and_write_tagged_words() {
                 cases.case(format!("{shape:?}x{rows}.{down}.{stacks:?}"));
                 let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, Logits::Random);
                 layer.stacks = stacks;
+                let coded = stacks == [&[3u32, 5][..]; 2];
+                if coded {
+                    layer.quantise_exactly();
+                }
                 let mlp = layer.mlp(&mut cases, rows, true, Some([carried[0], carried[1]]));
+                let output = random.floats((rows * shape.hidden) as usize);
+                let shared = coded.then(|| {
+                    let tag = Some(carried[1]);
+                    let output = Layer::activations(&mut cases, "shared.output", &output, shape.hidden, rows, tag);
+                    (output, Flow { input: carried[1], ..read })
+                });
                 let (stride, fault) = (shape.middle_stride(), cases.words("fault", &[0, 0]));
                 let words: Vec<u32> =
                     (0..rows * stride).map(|_| tagged(random.float(), carried[if down { 2 } else { 3 }])).collect();
                 let middle = Activations { range: cases.words("middle", &words), stride };
-                let config = SkinnyConfig { threads: 128, tiles: 1, ahead: 2 };
+                let config = SkinnyConfig { threads: 128, tiles: 1, ahead: if coded { 4 } else { 2 } };
                 let logits = Flow { input: carried[1], ..read };
-                let few = |flow| FewRows { middle, rows, matrices: *matrices, config, flow, logits, fault };
+                let few = |flow| FewRows {
+                    middle,
+                    rows,
+                    matrices: *matrices,
+                    config,
+                    ptx: None,
+                    flow,
+                    logits,
+                    fault,
+                    shared,
+                };
                 if down {
                     cases.expect(mlp.x.range, Expect::Tagged(SPLIT));
                     let mut old = carried[0];
@@ -597,28 +653,49 @@ fn a_few_rows_read_and_write_tagged_words() {
     }
 }
 
-/// Goal: a wait for words that are never written ends and sets the fault word.
+/// Goal: a wait for words that are never written ends and sets the fault word. Method: numbers, and codes without and with the output
+/// of a shared expert, which is the last that a call waits for.
 #[test]
 fn a_wait_for_words_that_never_come_ends() {
     let vulkan = Vulkan::new();
-    for matrices in ways() {
-        let mut cases = Cases::new(&format!("stale.{matrices:?}"));
+    let kinds = [(Format::Bf16, None, true), (Format::Codes(INT8), None, true)];
+    let last = [(Format::Codes(INT8), Some(32), true), (Format::Codes(INT8), Some(32), false)];
+    for ((format, shared, late), matrices) in
+        kinds.into_iter().chain(last).flat_map(|kind| ways().iter().map(move |m| (kind, m)))
+    {
+        let mut cases = Cases::new(&format!("stale.{matrices:?}.{format:?}.{shared:?}"));
         let mut random = Random(83);
         cases.case("stale".to_owned());
-        let shape = shape([8, 2, 32, 16], None, false);
-        let layer = Layer::new(&mut random, shape, 1, Format::Bf16, Logits::Random);
+        let shape = shape([8, 2, 32, 16], shared, false);
+        let mut layer = Layer::new(&mut random, shape, 1, Format::Bf16, Logits::Random);
+        if format != Format::Bf16 {
+            layer.quantise_exactly();
+        }
         let mlp = layer.mlp(&mut cases, 1, true, Some([TAGS[0], TAGS[1]]));
         let fault = cases.words("fault", &[0, 0]);
-        let middle = Activations { range: cases.words("middle", &[TAGS[3]; 64]), stride: 64 };
-        let flow = Flow { input_carried: true, input: TAGS[2], old: TAGS[0], output: Some(TAGS[1]) };
-        let logits = Flow { input_carried: true, input: TAGS[1], ..Flow::NONE };
-        let config = SkinnyConfig { threads: 128, tiles: 1, ahead: 2 };
-        let few = FewRows { middle, rows: 1, matrices: *matrices, config, flow, logits, fault };
+        let stride = shape.middle_stride();
+        let middle = Activations { range: cases.words("middle", &vec![TAGS[3]; stride as usize]), stride };
+        let carried = |input| Flow { input_carried: true, input, ..Flow::NONE };
+        let input = if late { TAGS[2] } else { TAGS[3] };
+        let flow = Flow { old: TAGS[0], output: Some(TAGS[1]), ..carried(input) };
+        let output = Layer::activations(&mut cases, "shared.output", &[0.0; 16], 16, 1, Some(TAGS[0]));
+        let config = SkinnyConfig { threads: 128, tiles: 1, ahead: 4 };
+        let few = FewRows {
+            middle,
+            rows: 1,
+            matrices: *matrices,
+            config,
+            ptx: None,
+            flow,
+            logits: carried(TAGS[1]),
+            fault,
+            shared: shared.map(|_| (output, carried(TAGS[2]))),
+        };
         cases.recording.call(mlp.few_down(&mlp.down[0], few));
         let before = cases.before();
         for driver in Driver::all() {
             let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);
-            assert_eq!(after.u32(fault, 0), 1, "{driver:?}");
+            assert_eq!(after.u32(fault, 0), 1, "{driver:?}, {format:?}, {shared:?}, {late}");
         }
     }
 }
@@ -1064,4 +1141,381 @@ fn experts_are_chosen_by_scores() {
         }
     }
     check(&vulkan, &cases, &reference);
+}
+
+/// Experts of codes by `expert_skinny.codes.ptx`: numbers of experts, choices and rows of all kinds, with other numbers of groups, slots and
+/// workgroups. `tagged`: each stage alone, with tagged words that are complete; otherwise both, one after the other.
+fn ptx_cases(name: &str, tagged_words: bool) -> Cases {
+    let mut cases = Cases::new(name);
+    let mut random = Random(88);
+    let int8 = Format::Codes(INT8);
+    let int4 = Format::Codes(INT4);
+    let silu =
+        |sizes, normalise| ExpertsShape { epilogue: Epilogue::Gated(Glu::Silu), ..shape(sizes, None, normalise) };
+    // Groups, slots and workgroups of both stages.
+    let list = [
+        (silu([4, 1, 8, 16], false), 1, int8, Logits::Random, WHOLE, [[1, 1, 1], [1, 2, 1]]),
+        (silu([8, 2, 32, 544], true), 1, int8, Logits::Ties, WHOLE, [[2, 2, 3], [2, 2, 2]]),
+        // Several units of an expert, by several groups; more blocks than places of sums.
+        (silu([8, 2, 544, 96], true), 1, int4, Logits::Random, WHOLE, [[1, 3, 7], [4, 2, 1]]),
+        (silu([16, 4, 288, 1280], true), 1, int4, Logits::Random, WHOLE, [[8, 2, 5], [8, 2, 40]]),
+        // More experts than groups: sections, with blocks that take all places.
+        (silu([16, 8, 32, 64], true), 1, int8, Logits::Random, WHOLE, [[1, 2, 2], [3, 1, 1]]),
+        (silu([16, 8, 32, 64], true), 4, int8, Logits::Random, WHOLE, [[4, 2, 3], [8, 2, 4]]),
+        (silu([37, 3, 48, 48], false), 3, int4, Logits::NotNumbers, WHOLE, [[3, 1, 2], [3, 2, 3]]),
+        (silu([8, 2, 272, 640], true), 4, int4, Logits::Same, WHOLE, [[5, 2, 9], [6, 3, 12]]),
+        (shape([16, 8, 32, 64], None, true), 2, int4, Logits::Ties, WHOLE, [[2, 2, 3], [8, 2, 4]]),
+        (shape([16, 4, 32, 64], Some(40), true), 3, int8, Logits::Random, WHOLE, [[3, 2, 3], [4, 2, 4]]),
+        (shape([8, 2, 40, 80], Some(32), false), 1, int4, Logits::Ties, WHOLE, [[1, 2, 3], [2, 2, 5]]),
+        (shape([8, 2, 32, 80], Some(32), false), 1, int4, Logits::Random, WHOLE, [[1, 2, 3], [2, 2, 5]]),
+        (shape([8, 2, 32, 80], Some(64), true), 3, int4, Logits::Random, WHOLE, [[3, 2, 3], [4, 2, 5]]),
+        // Experts of several buffers, of which some may be chosen by no row.
+        (silu([16, 2, 32, 64], true), 1, int8, Logits::Random, [&[5, 10, 1], &[8, 8]], [[2, 2, 3], [2, 2, 3]]),
+        (silu([16, 8, 64, 96], true), 4, int4, Logits::Random, [&[5, 11], &[8, 8]], [[4, 2, 3], [8, 2, 4]]),
+        // With biases.
+        (shape([8, 2, 32, 544], None, true), 1, int8, Logits::Ties, WHOLE, [[2, 2, 3], [2, 2, 2]]),
+        (shape([8, 4, 64, 96], None, false), 3, int4, Logits::Random, WHOLE, [[3, 1, 2], [4, 2, 6]]),
+        (shape([8, 4, 64, 96], None, true), 4, int8, Logits::Random, [&[3, 5], &[4, 4]], [[4, 1, 2], [4, 2, 6]]),
+    ];
+    // Rows of tagged words have no padding.
+    let list = list.into_iter().filter(|(shape, ..)| !tagged_words || shape.middle_is_whole());
+    for (index, (shape, rows, format, logits, stacks, configs)) in (0..).zip(list) {
+        for down in if tagged_words { &[false, true][..] } else { &[false] } {
+            cases.case(format!("{shape:?}x{rows}.{format:?}.{logits:?}.{stacks:?}.{configs:?}.{down}"));
+            let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);
+            layer.stacks = stacks;
+            // A bias chooses other experts than the layer's own selection.
+            let biases = layer.biases.iter_mut().flatten().flatten();
+            biases.filter(|value| value.is_nan()).for_each(|value| *value = random.float());
+            for (values, cols) in [(&mut layer.gate_up, shape.hidden), (&mut layer.down, shape.inner)] {
+                let size = 3.0 / (cols as f32).sqrt();
+                values.iter_mut().filter(|value| value.is_nan()).for_each(|value| *value = random.float() * size);
+            }
+            match format == int8 {
+                true => layer.quantise_exactly(),
+                false => layer.quantise(format),
+            }
+            let mlp = layer.mlp(&mut cases, rows, true, tagged_words.then_some([TAGS[0], TAGS[1]]));
+            let output = random.floats((rows * shape.hidden) as usize);
+            let carried = Flow { input_carried: tagged_words, ..Flow::NONE };
+            let shared = shape.shared_inner.map(|_| {
+                let tag = tagged_words.then_some(TAGS[1]);
+                let output = Layer::activations(&mut cases, "shared.output", &output, shape.hidden, rows, tag);
+                (output, Flow { input: tag.unwrap_or(0), ..carried })
+            });
+            // All selections take turns, with sigmoids and a bias among them.
+            let count = shape.count as usize;
+            let routing = match index % 4 {
+                0 => None,
+                of => Some(Route {
+                    sigmoid: of > 1,
+                    bias: (of == 3).then(|| cases.floats("choice_bias", &random.floats(count))),
+                    groups: 1,
+                    kept: 1,
+                    best: 1,
+                    sum_offset: 0.25,
+                    factor: 1.5,
+                    logit_scale: 0.75,
+                    scales: (of == 1).then(|| {
+                        let scales: Vec<f32> = (0..count).map(|_| 1.0 + random.float() / 2.0).collect();
+                        cases.floats("scales", &scales)
+                    }),
+                }),
+            };
+            // A selection by a bias chooses experts that have no weights in the layer.
+            let mlp =
+                Mlp { routing: routing.filter(|_| index % 4 != 3 || format != int8), adds: index % 2 == 0, ..mlp };
+            let (stride, fault) = (shape.middle_stride(), cases.words("fault", &[0, 0]));
+            // x is rounded by up to 2^-16 of the largest of a group before each product.
+            let near = 5e-4;
+            let middle = match (tagged_words, *down) {
+                (false, _) => cases.output("middle", (rows * stride) as usize, Expect::Floats(near)),
+                (true, down) => {
+                    let tag = TAGS[if down { 2 } else { 3 }];
+                    let words: Vec<u32> = (0..rows * stride).map(|_| tagged(random.float(), tag)).collect();
+                    cases.words("middle", &words)
+                }
+            };
+            let middle = Activations { range: middle, stride };
+            let config = SkinnyConfig { threads: 64, tiles: 1, ahead: 4 };
+            let ptx = configs.map(|[groups, slots, workgroups]| Some(CodesPtxConfig { groups, slots, workgroups }));
+            let few = |stage: usize, flow| FewRows {
+                middle,
+                rows,
+                matrices: Matrices::Cooperative,
+                config,
+                ptx: ptx[stage],
+                flow,
+                logits: Flow { input: if tagged_words { TAGS[1] } else { 0 }, ..carried },
+                fault,
+                shared,
+            };
+            let first = Flow { input: TAGS[0], old: TAGS[3], output: Some(TAGS[2]), ..carried };
+            let first = if tagged_words { first } else { Flow::NONE };
+            let mut calls = Vec::new();
+            if !down {
+                calls.extend(mlp.gate_up.iter().map(|stack| mlp.few_gate_up(stack, few(0, first))));
+            }
+            if *down || !tagged_words {
+                let mut old = TAGS[0];
+                for (stack, output) in mlp.down.iter().zip([TAGS[3], 77]) {
+                    let flow = Flow { input: TAGS[2], old, output: Some(output), ..carried };
+                    calls.push(mlp.few_down(stack, few(1, if tagged_words { flow } else { Flow::NONE })));
+                    old = output;
+                }
+            }
+            let expect = if tagged_words { Expect::Tagged(near) } else { Expect::Floats(near) };
+            cases.expect(if *down || !tagged_words { mlp.x.range } else { middle.range }, expect);
+            for call in calls {
+                assert_eq!(call.kernel, "expert_skinny.codes.ptx", "{shape:?}, {rows} rows");
+                cases.recording.call(call);
+            }
+        }
+    }
+    cases
+}
+
+/// Runs the programs of cases, whose texts `change` may change, on the simulated processor, and compares with the reference.
+fn agree(cases: &Cases, change: impl Fn(&str) -> String) {
+    let mut memory = cases.before();
+    for op in &cases.recording.ops {
+        let Op::Call(call) = op else { panic!("{op:?}") };
+        memory = ptx::simulate(call, &memory, &change);
+    }
+    cases.compare(&cases.recording, &cases.reference(), &memory, "the simulated processor");
+}
+
+#[test]
+fn experts_of_codes_on_a_simulated_processor() {
+    agree(&ptx_cases("plain", false), str::to_owned);
+    agree(&ptx_cases("tagged", true), str::to_owned);
+}
+
+/// Goal: the simulation notices what is read or overwritten too early. Method: programs that wait less than they must.
+#[test]
+fn the_simulated_processor_notices_a_missing_wait_of_experts() {
+    let cases = ptx_cases("waits", true);
+    for (right, wrong) in [
+        // A unit is multiplied before its copy has come.
+        ("mbarrier.try_wait.parity.shared::cta.b64 %p0, [%barrier_at], %phase;", "setp.lt.u32 %p0, %lane, 32;"),
+        // A block's sums are handed over with each section.
+        ("setp.eq.and.u32 %p1, %section, %last_section, %lead;", "and.pred %p1, %lead, %lead;"),
+        // The next unit is copied over one whose loads may be on their way.
+        ("fence.proxy.async.shared::cta;\nsetp", "setp"),
+        // The factors are those of the first block.
+        ("setp.eq.u32 %p0, %left, %of_section;\nshr", "setp.eq.u32 %p0, %turn, 0;\nshr"),
+    ] {
+        let found = Cell::new(false);
+        let change = |text: &str| {
+            found.set(found.get() || text.contains(right));
+            text.replace(right, wrong)
+        };
+        let run = std::panic::AssertUnwindSafe(|| agree(&cases, change));
+        assert!(std::panic::catch_unwind(run).is_err(), "{wrong} is not noticed");
+        assert!(found.get(), "the text has no {right}");
+    }
+}
+
+/// The formats that `expert_skinny.codes.ptx` serves, and a second kind of each.
+fn ptx_formats() -> Vec<Format> {
+    use BlockType::{MXFP4, Q3_K, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0};
+    let blocks = [Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, Q3_K, MXFP4];
+    let nvfp4 = Codes { bits: 4, group: 16, number: Number::E2m1, minimum: Minimum::Zero { halves: 0 } };
+    let long = |bits, number, minimum| Codes { bits, group: 128, number, minimum };
+    let e4m3 = long(8, Number::E4m3, Minimum::Zero { halves: 0 });
+    let all = blocks.into_iter().map(BlockType::codes).chain([
+        INT4,
+        INT8,
+        e4m3,
+        nvfp4,
+        long(4, Number::Affine, Minimum::Stored),
+    ]);
+    all.map(Format::Codes).filter(|format| codes_ptx::serves(*format)).collect()
+}
+
+/// Goal: the test at start accepts the programs for experts of every format, and notices a wrong choice, a wrong expert, a wrong unit and
+/// a wrong factor. Method: its probes on the simulated processor, with programs that differ in one place.
+#[test]
+fn the_test_at_start_of_experts_covers_both_stages() {
+    let formats = ptx_formats();
+    assert!(formats.len() >= 11, "{formats:?}");
+    for (index, format) in (0..).zip(formats) {
+        let unit = format.codes().map_or(32, unit_cols);
+        let (rows, chosen) = ([1, 4, 2][index as usize % 3], [3, 2, 8][index as usize % 3]);
+        let sizes = [if index % 2 == 0 { 8u32 } else { 16 }, chosen, 4 * unit, 8 * unit];
+        let shape = ExpertsShape { epilogue: Epilogue::Gated(Glu::Silu), ..shape(sizes, Some(32), true) };
+        let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
+        let floats = |stride: u32| Activations { range, stride };
+        let stack = |rows, cols| vec![Stack { matrix: Matrix { range, format, rows, cols }, first: 0 }];
+        let matrix = |rows, cols| Matrix { range, format, rows, cols };
+        let mlp = Mlp {
+            label: "layers.0.".to_owned(),
+            shape,
+            gate_up: stack(shape.count * 2 * shape.inner, shape.hidden),
+            down: stack(shape.count * shape.hidden, shape.inner),
+            shared: Some((matrix(64, shape.hidden), matrix(shape.hidden, 32))),
+            biases: [None, None],
+            x: floats(shape.hidden),
+            y: floats(shape.hidden),
+            adds: true,
+            routing: None,
+            norm: (range, 1e-5),
+            logits: floats(shape.logits().next_multiple_of(4)),
+        };
+        let tag = |input| Flow { input_carried: true, input, ..Flow::NONE };
+        let few = |groups, flow| FewRows {
+            middle: floats(shape.middle_stride()),
+            rows,
+            matrices: Matrices::Cooperative,
+            config: SkinnyConfig { threads: 64, tiles: 1, ahead: 8 },
+            ptx: Some(CodesPtxConfig { groups, slots: 2, workgroups: 64 }),
+            flow,
+            logits: tag(TAGS[1]),
+            fault: range,
+            shared: Some((floats(shape.hidden), tag(TAGS[3]))),
+        };
+        let flow = Flow { input_carried: true, input: TAGS[0], old: TAGS[2], output: Some(TAGS[3]) };
+        let calls = [mlp.few_gate_up(&mlp.gate_up[0], few(4, flow)), mlp.few_down(&mlp.down[0], few(chosen * 2, flow))];
+        for (stage, call) in calls.into_iter().enumerate() {
+            assert_eq!(call.kernel, "expert_skinny.codes.ptx", "{format:?}");
+            let probe = code_probe::probe(&call).expect("it reads codes");
+            let Op::Call(call) = &probe.recording.ops[0] else { panic!("a probe is one call") };
+            let found = Cell::new(false);
+            let difference = |right: &str, wrong: &str| {
+                let change = |text: &str| {
+                    found.set(found.get() || text.contains(right));
+                    text.replace(right, wrong)
+                };
+                probe.difference(&ptx::simulate(call, &probe.memory, change))
+            };
+            assert_eq!(difference("", ""), None, "{format:?}, stage {stage}");
+            for (right, wrong) in [
+                ("setp.gt.u32 %p0, %key0, %e2;", "setp.lt.u32 %p0, %key0, %e2;"),
+                (
+                    "sub.u32 %copies, %copies, 1;\nadd.u64 %from, %from, ",
+                    "sub.u32 %copies, %copies, 1;\nadd.u64 %from, %from, 0; //",
+                ),
+                ("mad.lo.u32 %e2, %e2, %expert_blocks, %e1;", "mov.u32 %e2, %e1;"),
+                match stage {
+                    0 => ("ld.global.nc.f32 %factor, [%l0];", "mov.f32 %factor, 0f3f800000;"),
+                    _ => ("ld.shared.f32 %factor_v, [", "ld.shared.f32 %factor_v, [4+"),
+                },
+            ] {
+                found.set(false);
+                // A wrong expert may have no weights in the probe, which ends the simulation.
+                let noticed =
+                    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| difference(right, wrong).is_some()));
+                assert!(noticed.unwrap_or(true), "{format:?}, stage {stage}: {wrong} is not noticed");
+                assert!(found.get(), "the text has no {right}");
+            }
+        }
+    }
+}
+
+/// Goal: a wait for words that never come ends, and says which call waited. Method: logits, x, old values of y and the shared
+/// expert's output of an earlier generation.
+#[test]
+fn experts_that_wait_in_vain_set_the_fault_word() {
+    for (number, wait) in (5..).zip(["logits", "x", "old", "shared"]) {
+        let mut cases = Cases::new("stale");
+        let mut random = Random(89);
+        cases.case(wait.to_owned());
+        let shape = shape([8, 2, 32, 16], Some(32), true);
+        let mut layer = Layer::new(&mut random, shape, 1, Format::Bf16, Logits::Random);
+        layer.quantise_exactly();
+        let mlp = layer.mlp(&mut cases, 1, true, Some([TAGS[0], TAGS[1]]));
+        let stride = shape.middle_stride();
+        let words: Vec<u32> = (0..stride).map(|_| tagged(random.float(), TAGS[2])).collect();
+        let middle = Activations { range: cases.words("middle", &words), stride };
+        let fault = cases.words("fault", &[0, 0]);
+        let output = Layer::activations(&mut cases, "shared.output", &layer.x.clone(), 16, 1, Some(TAGS[3]));
+        let tag = |right: u32, of: &str| (if of == wait { 99 } else { right }) | number << CALL_SHIFT;
+        let carried = |input| Flow { input_carried: true, input, ..Flow::NONE };
+        let few = FewRows {
+            middle,
+            rows: 1,
+            matrices: Matrices::Cooperative,
+            config: SkinnyConfig { threads: 64, tiles: 1, ahead: 4 },
+            ptx: Some(CodesPtxConfig { groups: 2, slots: 2, workgroups: 1 }),
+            flow: Flow { old: tag(TAGS[0], "old"), output: Some(77), ..carried(tag(TAGS[2], "x")) },
+            logits: carried(tag(TAGS[1], "logits")),
+            fault,
+            shared: Some((output, carried(tag(TAGS[3], "shared")))),
+        };
+        let call = mlp.few_down(&mlp.down[0], few);
+        let after = ptx::simulate(&call, &cases.before(), str::to_owned);
+        assert_eq!(after.u32(fault, 0), number, "{wait}");
+    }
+}
+
+#[test]
+fn programs_of_experts_are_assembled_without_spilling() {
+    let assembler = Assembler::new();
+    for (index, format) in (0..).zip(ptx_formats()) {
+        // Rows, stage, experts, choices, columns, the code of the selection, tags, whether the shared expert is added or, with 1,
+        // biases are, groups.
+        for [rows, stage, count, chosen, columns, routed, tagged, shared, groups] in [
+            [1, 0, 32, 4, 2880, 0, 1, 1, 24],
+            [4, 1, 128, 4, 2880, 0, 1, 1, 20],
+            [1, 0, 512, 10, 3072, 2, 1, 0, 24],
+            [3, 0, 512, 10, 3072, 2, 1, 0, 24],
+            [1, 0, 128, 8, 2048, 0, 1, 0, 16],
+            [1, 1, 128, 8, 768, 0, 1, 0, 16],
+            [4, 0, 512, 8, 4096, 2, 1, 0, 16],
+            [4, 1, 512, 8, 768, 2, 1, 2, 16],
+            [2, 1, 72, 10, 512, 1, 0, 2, 20],
+            [3, 0, 8, 2, 4096, 1, 0, 0, 16],
+            [1, 1, 8, 2, 14_336, 0, 1, 0, 20],
+        ] {
+            if index % 3 > 0 && rows % 2 == 0 && !every_case() {
+                continue;
+            }
+            let constants = ExpertSkinnyConstants {
+                threads: (groups + 1) * 32,
+                lanes: (groups + 1) * 32,
+                stage,
+                count,
+                chosen,
+                normalise: u32::from(routed != 1),
+                shared: if shared == 2 { 2 } else { 0 },
+                tiles: 1,
+                ahead: 3,
+                rows,
+                columns,
+                shared_columns: 32,
+                tagged,
+                glu: if routed == 1 { 5 } else { 2 },
+                bias: u32::from(shared == 1),
+                add: 1,
+                routed,
+                choice_bias: u32::from(routed == 2),
+                expert_scales: u32::from(routed == 1),
+                gated: 1,
+                devices: 0,
+                first_expert: 0,
+                part_experts: if rows == 3 { 4 } else { 0 },
+                sum_offset: 0,
+                codes: codes_word(format),
+                logit_scale: 1f32.to_bits(),
+            };
+            let config = CodesPtxConfig { groups, slots: 3, workgroups: 132 };
+            assert!(codes_ptx::serves_experts(format, &constants), "{format:?}, {constants:?}");
+            let config = config.of_experts(2048, &constants).expect("a slot fits");
+            let constants = ExpertSkinnyConstants { ahead: config.slots, ..constants };
+            let program = codes_ptx::program("expert_skinny.codes.ptx", &constants.into_values());
+            assembler.require(&format!("{format:?}, {constants:?}"), &program.text);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
+fn experts_of_codes_by_a_program_in_ptx() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Gpu);
+    bench.device.takes_ptx().expect("programs in PTX");
+    for tagged_words in [false, true] {
+        let cases = ptx_cases(if tagged_words { "tagged" } else { "plain" }, tagged_words);
+        cases.check(&bench, &cases.reference());
+    }
 }

@@ -1,4 +1,5 @@
-//! A simulated processor for programs in PTX: the instructions that `wgmma`, `flash_wgmma` and `skinny_codes.ptx` consist of,
+//! A simulated processor for programs in PTX: the instructions that `wgmma`, `flash_wgmma`, `skinny_codes.ptx` and
+//! `expert_skinny.codes.ptx` consist of,
 //! for tests without a GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can
 //! go on without it, and a group of products or of other copies when it is waited for. A program that reads or overwrites
 //! something too early then computes something else. Loads happen at once, although on the device they may still be on their
@@ -554,11 +555,16 @@ impl Processor<'_> {
         let floats = |f: &dyn Fn(usize) -> f32| each(&|lane| f(lane).to_bits().into());
         match (parts[0], kind) {
             ("shfl", _) => match parts[2] {
-                "idx" => [of(1)[of(2)[0] as usize]; LANES],
+                "idx" => each(&|lane| of(1)[of(2)[lane] as usize]),
                 _ => each(&|lane| of(1)[lane ^ of(2)[0] as usize]),
             },
+            ("vote", "b32") => {
+                let votes = (0..LANES).filter(|lane| warp.active[*lane] && of(1)[*lane] != 0);
+                [votes.map(|lane| 1 << lane).sum(); LANES]
+            }
             ("vote", _) => [u64::from((0..LANES).any(|lane| warp.active[lane] && of(1)[lane] != 0)); LANES],
             ("redux", "s32") => [of(1).into_iter().sum::<u64>() & 0xffff_ffff; LANES],
+            ("redux", _) if parts[2] == "min" => [of(1).into_iter().min().expect("lanes"); LANES],
             ("redux", _) => [of(1).into_iter().max().expect("lanes"); LANES],
             ("lop3", _) => {
                 let (a, b, c, table) = (of(1), of(2), of(3), of(4)[0]);
@@ -570,6 +576,11 @@ impl Processor<'_> {
                     (0..32).map(bit).sum()
                 })
             }
+            ("match", _) => {
+                let words = of(1);
+                each(&|lane| (0..LANES).filter(|other| words[*other] == words[lane]).map(|other| 1 << other).sum())
+            }
+            ("popc", _) => of(1).map(|word| (word as u32).count_ones().into()),
             ("selp", _) => each(&|lane| if of(3)[lane] != 0 { of(1)[lane] } else { of(2)[lane] }),
             ("setp", "f32") => {
                 assert_eq!(parts[1], "lt", "{name} is not simulated");
@@ -621,7 +632,18 @@ impl Processor<'_> {
                 let (a, b, selector) = (of(1), of(2), of(3));
                 each(&|lane| {
                     let bytes = a[lane] & 0xffff_ffff | b[lane] << 32;
-                    (0..4).map(|i| (bytes >> (8 * (selector[lane] >> (4 * i) & 7)) & 255) << (8 * i)).sum()
+                    let byte = |of: u64| match (bytes >> (8 * (of & 7)) & 255, of & 8) {
+                        (byte, 0) => byte,
+                        // The sign of the byte.
+                        (byte, _) => {
+                            if byte & 128 != 0 {
+                                255
+                            } else {
+                                0
+                            }
+                        }
+                    };
+                    (0..4).map(|i| byte(selector[lane] >> (4 * i)) << (8 * i)).sum()
                 })
             }
             ("cvt", "u32") if parts[2] == "f32" => {

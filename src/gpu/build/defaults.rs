@@ -204,6 +204,8 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         prompts: MOST_PROMPTS,
         flash_wgmma: true,
         codes_ptx: true,
+        expert_ptx: true,
+        expert_ptx_shapes: BTreeMap::new(),
         codes_ptx_shapes: BTreeMap::new(),
         fp8_activations: false,
         wgmma_each: 16,
@@ -446,6 +448,9 @@ impl Build<'_> {
         }
         if self.fallbacks.no_codes_ptx.load(Ordering::Relaxed) {
             tuning.codes_ptx = false;
+        }
+        if self.fallbacks.no_expert_ptx.load(Ordering::Relaxed) {
+            tuning.expert_ptx = false;
         }
         if !self.self_test {
             tuning.reference_test = 0;

@@ -51,7 +51,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::wgmma;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
-use crate::kernels::shaders::{FLASH_WGMMA, SKINNY_CODES_PTX};
+use crate::kernels::shaders::{EXPERT_SKINNY_PTX, FLASH_WGMMA, SKINNY_CODES_PTX};
 use crate::memory::pack::Packing;
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, MemoryError, Place, WeightFile};
@@ -171,6 +171,8 @@ pub(crate) struct Fallbacks {
     pub(crate) no_flash_wgmma: AtomicBool,
     /// `skinny_codes.ptx`, likewise.
     pub(crate) no_codes_ptx: AtomicBool,
+    /// `expert_skinny.codes.ptx`, likewise.
+    pub(crate) no_expert_ptx: AtomicBool,
     /// Integer dot products of codes.
     pub(crate) no_dots: AtomicBool,
     /// Packing of weights on the device during the load: the host packs them.
@@ -185,6 +187,7 @@ impl Fallbacks {
             no_ptx: copy(&self.no_ptx),
             no_flash_wgmma: copy(&self.no_flash_wgmma),
             no_codes_ptx: copy(&self.no_codes_ptx),
+            no_expert_ptx: copy(&self.no_expert_ptx),
             no_dots: copy(&self.no_dots),
             no_device_packing: copy(&self.no_device_packing),
         }
@@ -395,6 +398,8 @@ impl Build<'_> {
             &self.fallbacks.no_flash_wgmma
         } else if kernel == SKINNY_CODES_PTX.name {
             &self.fallbacks.no_codes_ptx
+        } else if kernel == EXPERT_SKINNY_PTX.name {
+            &self.fallbacks.no_expert_ptx
         } else {
             &self.fallbacks.no_ptx
         };
@@ -422,7 +427,7 @@ impl Build<'_> {
             return Ok(true);
         }
         match test_ptx(self, &decoder.tuning, recordings, pipelines)? {
-            Ok(TestedPtx { products, attention, codes }) => {
+            Ok(TestedPtx { products, attention, codes, experts }) => {
                 says(&match products {
                     0 => "wgmma serves none of the model's products".to_owned(),
                     count => format!("products of many rows use wgmma, {count} programs in PTX"),
@@ -432,6 +437,9 @@ impl Build<'_> {
                 }
                 if codes > 0 {
                     says(&format!("products of few rows use skinny_codes.ptx, {codes} programs in PTX"));
+                }
+                if experts > 0 {
+                    says(&format!("few rows of experts use expert_skinny.codes.ptx, {experts} programs in PTX"));
                 }
                 if attention > 0 {
                     says(&format!("prompts' attention uses wgmma, {attention} programs in PTX"));

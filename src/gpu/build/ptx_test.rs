@@ -10,9 +10,10 @@ use crate::kernels::attention;
 use crate::kernels::code_probe::{self, CodeProbe};
 use crate::kernels::gemm::wgmma::probe;
 use crate::kernels::host_memory::HostMemory;
+use crate::kernels::programs;
 use crate::kernels::recording::{Call, Op, Recording};
 use crate::kernels::region::{Pipelines, Region};
-use crate::kernels::shaders::{self, FLASH_WGMMA, SKINNY_CODES_PTX};
+use crate::kernels::shaders::{self, EXPERT_SKINNY_PTX, FLASH_WGMMA, SKINNY_CODES_PTX};
 use crate::memory::{BufferTable, Place};
 use crate::model::decoder::Tuning;
 use std::collections::BTreeMap;
@@ -26,6 +27,8 @@ pub(crate) struct TestedPtx {
     pub(crate) attention: usize,
     /// Those of products of codes with few rows of x.
     pub(crate) codes: usize,
+    /// Those of experts of codes with few rows of x.
+    pub(crate) experts: usize,
 }
 
 /// A program in PTX that failed its test.
@@ -52,7 +55,7 @@ pub(crate) fn test_ptx(
         }
     }
     let broken = || (tuning.broken_ptx > 0).then(|| "an injected failure".to_owned());
-    for (kernel, constants) in programs.keys().filter(|(kernel, _)| *kernel != SKINNY_CODES_PTX.name) {
+    for (kernel, constants) in programs.keys().filter(|(kernel, _)| !programs::is_of_codes(kernel)) {
         build.wanted()?;
         let found = if *kernel == FLASH_WGMMA.name {
             let probe = attention::probe::wgmma_probe(constants);
@@ -68,7 +71,7 @@ pub(crate) fn test_ptx(
         }
     }
     // The references of products of codes decode all weights of a probe on the host, so that several threads compute them.
-    let of_codes: Vec<&Call> = programs.values().copied().filter(|call| call.kernel == SKINNY_CODES_PTX.name).collect();
+    let of_codes: Vec<&Call> = programs.values().copied().filter(|call| programs::is_of_codes(call.kernel)).collect();
     for calls in of_codes.chunks(build.threads()) {
         build.wanted()?;
         let probes = side_by_side(calls, |call| code_probe::probe(call).expect("it reads codes"));
@@ -85,8 +88,9 @@ pub(crate) fn test_ptx(
         }
     }
     let count = |name: &str| programs.keys().filter(|(kernel, _)| *kernel == name).count();
-    let (attention, codes) = (count(FLASH_WGMMA.name), count(SKINNY_CODES_PTX.name));
-    Ok(Ok(TestedPtx { products: programs.len() - attention - codes, attention, codes }))
+    let attention = count(FLASH_WGMMA.name);
+    let [codes, experts] = [&SKINNY_CODES_PTX, &EXPERT_SKINNY_PTX].map(|shader| count(shader.name));
+    Ok(Ok(TestedPtx { products: programs.len() - attention - codes - experts, attention, codes, experts }))
 }
 
 /// Computes the results of all items, each by a thread of its own.

@@ -1,6 +1,7 @@
 //! `skinny_codes.ptx`: `skinny_codes` for 1 to 8 rows of x, as a program in PTX for NVIDIA GPUs of compute capability 9.0:
 //! `y = epilogue( W · prologue(x) )` for quantised weights in fragment order. The arguments, the prologue, the epilogue and the
-//! tags are those of `skinny_codes`; a program's text is made for the constants of a call.
+//! tags are those of `skinny_codes`; a program's text is made for the constants of a call. `expert_skinny.codes.ptx` is the same for the two
+//! products of experts, for 1 to 4 rows, with the arguments of `expert_skinny`; what only it has is in `experts`.
 //!
 //! Affine codes are multiplied as 8-bit integers without signs by `mma.m16n8k32`, which SPIR-V reaches only with many instructions
 //! for each byte. The same bits of a word's four bytes are four codes of one row, so one instruction makes an operand of four codes
@@ -14,6 +15,8 @@
 //! block of 32 columns of W is zero in the columns of other groups, so that lane 4g + t, which receives columns 2t and 2t + 1 of rows u and v of W, has the sums of row t % rows of x and group t / rows of the set, and applies the
 //! group's scale and minimum to them: `(sum · scale · 2⁻²⁴ · factor - minimum · Σx)`, once for each set. With groups of 128, there
 //! is one set, and pairs of columns beyond the rows repeat them. Weights need no scaling.
+//!
+//! Codes in e2m1 become 12 plus twice the number by permutations of bytes, and are affine from there on.
 //!
 //! Codes in e4m3 become f16 by an instruction for two, and are multiplied by `mma.m16n8k16`. A row of x has a factor for each 128
 //! columns; its columns of a block are f16, most and rest, whose sum has 22 bits, or with four and more rows most alone.
@@ -37,6 +40,9 @@
 //! Polls for tagged words are bounded as in `tags.glsl`, and a wait for a copy by a trap, which loses the device. A wait for
 //! another group of the workgroup ends after these.
 
+mod experts;
+
+use self::experts::Experts;
 use super::codes::{CodesConfig, ProductColumns, skinny_codes, units};
 use super::skinny::Matrices;
 use super::{Epilogue, Product};
@@ -44,7 +50,7 @@ use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::format_of_word;
 use crate::kernels::ptx::{PtxProgram, PtxText, float, line, registers};
 use crate::kernels::recording::{Call, Range};
-use crate::kernels::shaders::{SKINNY_CODES_PTX, SkinnyCodesConstants};
+use crate::kernels::shaders::{self, EXPERT_SKINNY_PTX, ExpertSkinnyConstants, SKINNY_CODES_PTX, SkinnyCodesConstants};
 use crate::kernels::tags::{CALL_SHIFT, Flow, TAG_MASK};
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::{BLOCK_HEADER, fragment_unit_bytes, unit_cols};
@@ -82,10 +88,38 @@ impl CodesPtxConfig {
             epilogue,
             tagged,
             devices,
+            experts: None,
         };
         let blocks = n.div_ceil(16).div_ceil(workgroups);
         size.in_sections().is_some_and(|v| v.sections == 1 || blocks <= PLACES)
     }
+
+    /// Returns the shape for a stage of experts whose matrices have `n` rows: with as many of its slots as a workgroup has shared
+    /// memory for. `None` if that is not even one, or if the second stage has no places for its blocks' sums while it multiplies more
+    /// experts than its groups do at once.
+    pub fn of_experts(self, n: u32, constants: &ExpertSkinnyConstants) -> Option<CodesPtxConfig> {
+        let shapes = (1..=self.slots).rev().map(|slots| CodesPtxConfig { slots, ..self });
+        let fits = |shape: &CodesPtxConfig| {
+            let constants = ExpertSkinnyConstants { threads: (self.groups + 1) * 32, ahead: shape.slots, ..*constants };
+            let v = Variant::of_experts_call(&constants);
+            let places = n.div_ceil(16).div_ceil(self.workgroups) <= v.most_expert_blocks();
+            v.groups.is_multiple_of(v.splits())
+                && v.groups >= v.stored_rows
+                && places
+                && v.shared_bytes() <= MOST_SHARED_BYTES
+        };
+        shapes.into_iter().find(fits)
+    }
+}
+
+/// Whether the program serves a stage of experts with these constants, of weights in this format, which [`serves`] must be true of.
+pub fn serves_experts(format: Format, constants: &ExpertSkinnyConstants) -> bool {
+    let c = constants;
+    serves(format)
+        && c.rows <= experts::MOST_ROWS
+        && c.rows * c.chosen <= experts::MOST_PAIRS
+        && c.shared != 1
+        && c.columns.is_multiple_of(4)
 }
 
 /// Whether the program multiplies with weights of a format.
@@ -95,7 +129,8 @@ pub fn serves(format: Format) -> bool {
     match codes.number {
         Number::Affine => codes.group <= 32 || whole,
         Number::E4m3 => whole && codes.minimum == Minimum::Zero { halves: 0 },
-        Number::E2m1 | Number::E5m2 => false,
+        Number::E2m1 => codes.group <= 32 && codes.minimum == Minimum::Zero { halves: 0 },
+        Number::E5m2 => false,
     }
 }
 
@@ -135,6 +170,11 @@ const MOST: f32 = 32639.0;
 const MAGIC: u32 = 0x4b40_0080;
 /// The value of code 1 of affine codes, and of the number 1 of e4m3 (`memory::pack::codes`).
 const CODE_VALUE: f32 = 5.960_464_5e-8;
+/// The value of 1/2 in e2m1, whose numbers are multiples of that, and the integer that they are added to as integers, so that none
+/// is negative. Twice the magnitudes of codes 0 to 7, one in a byte.
+const E2M1_HALF: f32 = 1.0 / 32768.0;
+const E2M1_ZERO: u32 = 12;
+const E2M1_MAGNITUDES: [u32; 2] = [0x0302_0100, 0x0c08_0604];
 const E4M3_VALUE: f32 = 1.0 / 256.0;
 /// The least shared memory of a workgroup in bytes: with the 1 KiB that each workgroup takes besides, more than half of the
 /// 228 KiB that a processor has at most.
@@ -156,12 +196,41 @@ struct Variant {
     norm: bool,
     bias: bool,
     epilogue: u32,
+    /// The code of the tags: 1 for those of x, 3 for those of y too.
     tagged: u32,
     devices: bool,
+    /// What a program for experts has besides.
+    experts: Option<Experts>,
 }
 
 impl Variant {
-    fn of(constants: &[u32]) -> Variant {
+    fn of(kernel: &str, constants: &[u32]) -> Variant {
+        match kernel == EXPERT_SKINNY_PTX.name {
+            true => Variant::of_experts_call(&ExpertSkinnyConstants::from_values(constants)),
+            false => Variant::of_product(constants),
+        }
+    }
+
+    fn of_experts_call(c: &ExpertSkinnyConstants) -> Variant {
+        let codes = format_of_word(c.codes).codes().expect("a format of codes");
+        Variant {
+            codes,
+            rows: c.rows.next_power_of_two(),
+            stored_rows: c.rows,
+            sections: 1,
+            groups: c.threads / 32 - 1,
+            slots: c.ahead,
+            units: c.columns.div_ceil(unit_cols(codes)),
+            norm: c.stage == 0,
+            bias: c.bias == 1,
+            epilogue: if c.stage == 0 { c.glu } else { c.add },
+            tagged: 3 * c.tagged,
+            devices: c.devices == 1,
+            experts: Some(Experts::of(c)),
+        }
+    }
+
+    fn of_product(constants: &[u32]) -> Variant {
         let c = SkinnyCodesConstants::from_values(constants);
         let whole = Variant {
             codes: format_of_word(c.codes).codes().expect("a format of codes"),
@@ -176,6 +245,7 @@ impl Variant {
             epilogue: c.epilogue,
             tagged: c.tagged,
             devices: c.devices == 1,
+            experts: None,
         };
         whole.in_sections().expect("x fits in shared memory, as its call was made for it")
     }
@@ -192,9 +262,47 @@ impl Variant {
         (self.groups + 1) * 32
     }
 
+    fn interface(&self) -> &'static shaders::Shader {
+        if self.experts.is_some() { &EXPERT_SKINNY_PTX } else { &SKINNY_CODES_PTX }
+    }
+
+    /// Returns the offset of an argument.
+    fn argument(&self, name: &str) -> u32 {
+        let field = self.interface().fields.iter().find(|field| field.name == name);
+        field.expect("an argument of the program").offset
+    }
+
+    /// Whether it is the first stage of experts, whose blocks are those of all that any row chose.
+    fn is_first_stage(&self) -> bool {
+        self.experts.is_some_and(|experts| !experts.down)
+    }
+
+    /// Whether it is the second stage of experts, whose sections are the experts that the groups do not multiply at once.
+    fn is_second_stage(&self) -> bool {
+        self.experts.is_some_and(|experts| experts.down)
+    }
+
+    /// Whether there may be more than one section.
+    fn has_sections(&self) -> bool {
+        self.sections > 1 || self.is_second_stage()
+    }
+
+    /// The number of groups of lanes that share the units of a block.
+    fn splits(&self) -> u32 {
+        match self.experts {
+            Some(experts) if experts.down => experts.splits(self.groups, self.units),
+            _ => self.groups,
+        }
+    }
+
+    /// Whether two rows of W make one value of y.
+    fn halves(&self) -> bool {
+        Epilogue::of_code(self.epilogue).halves()
+    }
+
     /// What the codes of row v are multiplied by: codes of 4 bits stay in the upper half of their bytes.
     fn times_of_v(&self) -> f32 {
-        if self.is_integer() && self.codes.bits == 4 { 16.0 } else { 1.0 }
+        if self.codes.number == Number::Affine && self.codes.bits == 4 { 16.0 } else { 1.0 }
     }
 
     /// Whether the columns of a block of x are those of groups of columns of W: not in groups of 128, which have one scale, so
@@ -204,12 +312,26 @@ impl Variant {
     }
 
     fn is_integer(&self) -> bool {
-        self.codes.number == Number::Affine
+        matches!(self.codes.number, Number::Affine | Number::E2m1)
+    }
+
+    /// The value of code 1, of integers.
+    fn code_value(&self) -> f32 {
+        if self.codes.number == Number::E2m1 { E2M1_HALF } else { CODE_VALUE }
+    }
+
+    /// The number of halves that are subtracted from all integers, unless each group has a minimum.
+    fn zero_halves(&self) -> u32 {
+        match (self.codes.number, self.codes.minimum) {
+            (Number::E2m1, _) => 2 * E2M1_ZERO,
+            (_, Minimum::Zero { halves }) => halves.into(),
+            (_, Minimum::Stored) => 0,
+        }
     }
 
     /// The most units of a group.
     fn own_units(&self) -> u32 {
-        self.units.div_ceil(self.groups)
+        self.units.div_ceil(self.splits())
     }
 
     /// The number of 128 columns of a unit.
@@ -242,7 +364,11 @@ impl Variant {
     }
     /// The bytes of a slot: bulk copies to multiples of 128 bytes are faster.
     fn slot_bytes(&self) -> u32 {
-        self.unit_bytes().next_multiple_of(128)
+        (self.factors_in_slot() + if self.is_second_stage() { BLOCK_HEADER as u32 } else { 0 }).next_multiple_of(128)
+    }
+    /// Where the factors of the rows of W are in a slot, in the second stage of experts.
+    fn factors_in_slot(&self) -> u32 {
+        self.unit_bytes()
     }
     /// The number of slots of a group that are filled before x has come.
     fn early_slots(&self) -> u32 {
@@ -296,7 +422,7 @@ impl Variant {
     }
 
     // The shared memory, behind bytes that are not used: the groups' slots, then their x, the places of sums, the groups' sums of
-    // squares, and the barriers of full places, of empty places and of the groups' slots.
+    // squares, the barriers of full places, of empty places and of the groups' slots, and what is known about experts.
     fn unused_bytes(&self) -> u32 {
         LEAST_SHARED_BYTES.saturating_sub(self.used_bytes()).next_multiple_of(128)
     }
@@ -323,8 +449,11 @@ impl Variant {
     fn slot_barriers_at(&self) -> u32 {
         self.full_places_at() + 2 * PLACES * 8
     }
+    fn experts_at(&self) -> u32 {
+        (self.slot_barriers_at() + self.groups * self.slots * 8).next_multiple_of(16)
+    }
     fn used_bytes(&self) -> u32 {
-        self.slot_barriers_at() + self.groups * self.slots * 8
+        self.experts_at() + if self.experts.is_some() { Experts::bytes() } else { 0 }
     }
     fn shared_bytes(&self) -> u32 {
         self.unused_bytes() + self.used_bytes()
@@ -332,19 +461,25 @@ impl Variant {
 }
 
 /// Returns the number of threads and of bytes of shared memory of a workgroup.
-pub fn workgroup(constants: &[u32]) -> (u32, u32) {
-    let v = Variant::of(constants);
+pub fn workgroup(kernel: &str, constants: &[u32]) -> (u32, u32) {
+    let v = Variant::of(kernel, constants);
     (v.threads(), v.shared_bytes())
 }
 
-/// Returns the most blocks of 16 rows of W of a workgroup: as many as there are places, if x is in sections.
+/// Returns the most blocks of 16 rows of W of a workgroup of `skinny_codes.ptx`: as many as there are places, if x is in sections.
 pub fn most_blocks(constants: &[u32]) -> u32 {
-    if Variant::of(constants).sections > 1 { PLACES } else { u32::MAX }
+    if Variant::of_product(constants).sections > 1 { PLACES } else { u32::MAX }
 }
 
-/// Returns the program for the constants of a call.
-pub fn program(constants: &[u32]) -> PtxProgram {
-    let v = Variant::of(constants);
+/// Returns the most blocks of a workgroup of `expert_skinny.codes.ptx`: in the second stage as many as there are places, if rows may
+/// choose more experts than its groups multiply at once.
+pub fn most_expert_blocks(constants: &[u32]) -> u32 {
+    Variant::of(EXPERT_SKINNY_PTX.name, constants).most_expert_blocks()
+}
+
+/// Returns the program of a kernel for the constants of a call.
+pub fn program(kernel: &str, constants: &[u32]) -> PtxProgram {
+    let v = Variant::of(kernel, constants);
     let mut text = Text { ptx: PtxText::default(), v };
     text.write();
     PtxProgram { text: text.ptx.out, entry: ENTRY, threads: v.threads(), shared_bytes: v.shared_bytes() }
@@ -361,7 +496,10 @@ struct Text {
 impl Text {
     fn write(&mut self) {
         let v = self.v;
-        self.ptx.head(ENTRY, SKINNY_CODES_PTX.push_bytes, v.threads());
+        self.ptx.head(ENTRY, v.interface().push_bytes, v.threads());
+        if v.experts.is_some() {
+            self.expert_registers();
+        }
         line!(
             self,
             ".reg .pred %p<8>, %mine<4>, %half, %first, %lead;
@@ -373,20 +511,24 @@ impl Text {
 .reg .b32 %own, %first_unit, %copies, %of_block, %slots, %slot_at, %barriers, %barrier_at, %phase, %left;
 .reg .b32 %own_x, %x_at, %factors_at, %own_scales, %turn, %old<4>, %no_x;
 .reg .b32 %x_start, %x_to, %factors_start, %factors_to, %quad, %parts_left;
-.reg .b32 %section, %of_section, %copied_section, %copies_of_section, %blocks, %block;
-.reg .b64 %weight, %x, %norm, %bias, %y, %fault;
-ld.param.u64 %weight, [args];
-ld.param.u64 %x, [args+8];
-ld.param.u64 %norm, [args+16];
-ld.param.u64 %bias, [args+24];
-ld.param.u64 %y, [args+32];
-ld.param.u64 %fault, [args+48];
-ld.param.u32 %n, [args+56];
-ld.param.u32 %k, [args+60];
-ld.param.u32 %x_tag, [args+76];
-and.b32 %no_x, %x_tag, {TAG_MASK};
-ld.param.u32 %old_tag, [args+80];
-ld.param.u32 %y_tag, [args+84];
+.reg .b32 %section, %of_section, %copied_section, %copies_of_section, %blocks, %block, %total_blocks, %split;
+.reg .b64 %weight, %x, %norm, %bias, %y, %fault;",
+            xs = v.batch() * v.block_rows() * 4,
+            gains = v.batch() * 4,
+        );
+        for name in ["weight", "x", "norm", "bias", "y", "fault"] {
+            line!(self, "ld.param.u64 %{name}, [args+{}];", v.argument(name));
+        }
+        for name in ["n", "x_tag", "old_tag", "y_tag"] {
+            line!(self, "ld.param.u32 %{name}, [args+{}];", v.argument(name));
+        }
+        match v.experts {
+            Some(experts) => line!(self, "mov.u32 %k, {};", experts.columns()),
+            None => line!(self, "ld.param.u32 %k, [args+{}];", v.argument("k")),
+        }
+        line!(
+            self,
+            "and.b32 %no_x, %x_tag, {TAG_MASK};
 mov.u32 %base, shared;
 add.u32 %base, %base, {unused};
 mov.u32 %thread, %tid.x;
@@ -401,32 +543,46 @@ mov.u32 %turn, 0;
 setp.eq.u32 %lead, %lane, 0;
 setp.eq.u32 %p0, %group, {groups};
 @%p0 bra FINISHER;",
-            xs = v.batch() * v.block_rows() * 4,
-            gains = v.batch() * 4,
             groups = v.groups,
             unused = v.unused_bytes(),
         );
-        self.begin_copies();
-        line!(self, "bar.sync 0, {};", v.threads());
-        self.begin_x();
-        self.read_x();
-        self.fill(v.early_slots()..v.slots);
+        self.begin_group();
+        if v.is_first_stage() {
+            // x comes before the router's logits.
+            self.begin_x();
+            self.read_x();
+            self.list_experts();
+            self.begin_copies();
+            self.fill(0..v.slots);
+        } else {
+            if v.is_second_stage() {
+                self.list_experts();
+            }
+            self.begin_copies();
+            self.fill(0..v.early_slots());
+            if v.experts.is_none() {
+                line!(self, "bar.sync 0, {};", v.threads());
+            }
+            self.begin_x();
+            self.read_x();
+            self.fill(v.early_slots()..v.slots);
+        }
         self.begin_products();
-        if v.sections > 1 {
+        if v.has_sections() {
             line!(self, "bra SECTION;\nNEXTSECTION:");
             self.section("%section", "%of_section");
             self.read_x();
             line!(self, "SECTION:");
         }
         self.products();
-        if v.sections > 1 {
+        if v.has_sections() {
             line!(
                 self,
                 "mov.u32 %turn, 0;
 add.u32 %section, %section, 1;
-setp.lt.u32 %p0, %section, {};
+setp.le.u32 %p0, %section, {};
 @%p0 bra NEXTSECTION;",
-                v.sections
+                self.last_section()
             );
         }
         line!(self, "ret;\nFINISHER:");
@@ -434,55 +590,31 @@ setp.lt.u32 %p0, %section, {};
         line!(self, "ret;\n}}");
     }
 
-    /// Begins the copies to the slots that are filled before x has come, with all lanes of the group.
-    fn begin_copies(&mut self) {
+    /// Sets the registers that say which units the group multiplies, and makes its slots, with all lanes of the group.
+    fn begin_group(&mut self) {
         let v = self.v;
+        match v.is_second_stage() {
+            true => self.split_groups(),
+            false => line!(self, "mov.u32 %split, %group;"),
+        }
         line!(
             self,
-            "mul.lo.u32 %r0, %group, {units};
-div.u32 %first_unit, %r0, {groups};
+            "mul.lo.u32 %r0, %split, {units};
+div.u32 %first_unit, %r0, {splits};
 add.u32 %r0, %r0, {units};
-div.u32 %own, %r0, {groups};
+div.u32 %own, %r0, {splits};
 sub.u32 %own, %own, %first_unit;
 mad.lo.u32 %slots, %group, {slots_bytes}, %base;
 mad.lo.u32 %barriers, %group, {barriers_bytes}, %base;
 add.u32 %barriers, %barriers, {barriers_at};
-// The units of the workgroup's blocks.
-mov.u32 %r1, %ctaid.x;
-mov.u32 %r2, %nctaid.x;
-add.u32 %r0, %n, 15;
-shr.u32 %r0, %r0, 4;
-sub.u32 %r0, %r0, %r1;
-add.u32 %r0, %r0, %r2;
-sub.u32 %r0, %r0, 1;
-div.u32 %blocks, %r0, %r2;
-mul.lo.u32 %copies, %blocks, %own;
-mov.u32 %block, %blocks;
 mov.u32 %section, 0;
 mov.u32 %of_section, %own;
-mul.wide.u32 %from, %r1, {block_bytes};
-mul.wide.u32 %l0, %first_unit, {unit_bytes};
-add.u64 %from, %from, %l0;
-add.u64 %from, %from, %weight;
-add.u64 %from, %from, {BLOCK_HEADER};",
+@!%lead bra INITIAL;",
             units = v.units,
-            groups = v.groups,
+            splits = v.splits(),
             slots_bytes = v.slots * v.slot_bytes(),
             barriers_bytes = v.slots * 8,
             barriers_at = v.slot_barriers_at(),
-            block_bytes = v.block_bytes(),
-            unit_bytes = v.unit_bytes(),
-        );
-        if v.sections > 1 {
-            self.section("%section", "%of_section");
-        }
-        line!(
-            self,
-            "mov.u32 %copied_section, 0;
-mov.u32 %copies_of_section, %of_section;
-mov.u32 %of_block, %of_section;
-createpolicy.fractional.L2::evict_first.b64 %policy;
-@!%lead bra INITIAL;"
         );
         for slot in 0..v.slots {
             line!(self, "mbarrier.init.shared::cta.b64 [%barriers+{}], 1;", slot * 8);
@@ -491,11 +623,77 @@ createpolicy.fractional.L2::evict_first.b64 %policy;
             self,
             "fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;\nINITIAL:\nbar.warp.sync 0xffffffff;"
         );
-        self.fill(0..v.early_slots());
     }
 
-    /// Sets the register `count` to the number of units of the group's section in the register `section`. %r0 and %r1 change.
+    /// Sets the registers of the copies to slots.
+    fn begin_copies(&mut self) {
+        let v = self.v;
+        if v.experts.is_none() {
+            line!(self, "add.u32 %total_blocks, %n, 15;\nshr.u32 %total_blocks, %total_blocks, 4;");
+        }
+        line!(
+            self,
+            "// The units of the workgroup's blocks.
+mov.u32 %r1, %ctaid.x;
+mov.u32 %r2, %nctaid.x;
+sub.u32 %r0, %total_blocks, %r1;
+add.u32 %r0, %r0, %r2;
+sub.u32 %r0, %r0, 1;
+div.u32 %blocks, %r0, %r2;
+mul.lo.u32 %copies, %blocks, %own;
+mov.u32 %block, %blocks;
+mov.u32 %copied_section, 0;"
+        );
+        match v.experts {
+            None => line!(
+                self,
+                "mul.wide.u32 %from, %r1, {block_bytes};
+mul.wide.u32 %l0, %first_unit, {unit_bytes};
+add.u64 %from, %from, %l0;
+add.u64 %from, %from, %weight;
+add.u64 %from, %from, {BLOCK_HEADER};",
+                block_bytes = v.block_bytes(),
+                unit_bytes = v.unit_bytes(),
+            ),
+            Some(experts) if experts.down => {
+                self.count_copies();
+                line!(
+                    self,
+                    "mul.wide.u32 %header, %first_unit, {};\nadd.u64 %header, %header, {BLOCK_HEADER};",
+                    v.unit_bytes()
+                );
+                self.source("%copied_section");
+            }
+            Some(_) => {
+                line!(self, "mov.u32 %copy_block, %r1;");
+                self.source("%copy_block");
+            }
+        }
+        if v.has_sections() {
+            self.section("%section", "%of_section");
+        }
+        line!(
+            self,
+            "mov.u32 %copies_of_section, %of_section;
+mov.u32 %of_block, %of_section;
+createpolicy.fractional.L2::evict_first.b64 %policy;"
+        );
+    }
+
+    /// Returns the number of the last section: a number or a register.
+    fn last_section(&self) -> String {
+        match self.v.is_second_stage() {
+            true => "%last_section".to_owned(),
+            false => (self.v.sections - 1).to_string(),
+        }
+    }
+
+    /// Sets the register `count` to the number of units of the group's section in the register `section`. %r0 and %r1 change, in the
+    /// second stage of experts %e0 and %p1.
     fn section(&mut self, section: &str, count: &str) {
+        if self.v.is_second_stage() {
+            return self.section_units(section, count);
+        }
         let sections = self.v.sections;
         line!(
             self,
@@ -531,33 +729,74 @@ sub.u32 {count}, %r1, %r0;"
         if read {
             line!(self, "fence.proxy.async.shared::cta;");
         }
+        let mut bytes = unit_bytes.to_string();
+        if self.v.is_second_stage() {
+            // With the first unit of a block, the factors of its rows are copied.
+            bytes = "%r0".to_owned();
+            line!(
+                self,
+                "setp.eq.u32 %p1, %of_block, %copies_of_section;
+selp.b32 %r0, {both}, {unit_bytes}, %p1;
+sub.u64 %l0, %from, %header;
+add.u32 %r1, %slot_at, {factors};",
+                both = unit_bytes + BLOCK_HEADER as u32,
+                factors = self.v.factors_in_slot(),
+            );
+        }
+        line!(self, "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%barrier_at], {bytes};");
+        if self.v.is_second_stage() {
+            line!(
+                self,
+                "@%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%r1], [%l0], {BLOCK_HEADER}, [%barrier_at], %policy;"
+            );
+        }
         line!(
             self,
-            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%barrier_at], {unit_bytes};
-cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%slot_at], [%from], {unit_bytes}, [%barrier_at], %policy;
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%slot_at], [%from], {unit_bytes}, [%barrier_at], %policy;
 COPIED{label}:
 bar.warp.sync 0xffffffff;
 sub.u32 %copies, %copies, 1;
 add.u64 %from, %from, {unit_bytes};
 sub.u32 %of_block, %of_block, 1;
 setp.ne.u32 %p0, %of_block, 0;
-@%p0 bra NONE{label};
-mov.u32 %r0, %nctaid.x;
+@%p0 bra NONE{label};"
+        );
+        if self.v.experts.is_some() {
+            line!(self, "setp.eq.u32 %p0, %copies, 0;\n@%p0 bra NONE{label};");
+        }
+        if self.v.is_first_stage() {
+            line!(self, "mov.u32 %r0, %nctaid.x;\nadd.u32 %copy_block, %copy_block, %r0;");
+            self.source("%copy_block");
+            line!(self, "mov.u32 %of_block, %copies_of_section;\nNONE{label}:");
+            return;
+        }
+        line!(
+            self,
+            "mov.u32 %r0, %nctaid.x;
 mul.wide.u32 %l0, %r0, {block_bytes};
 add.u64 %from, %from, %l0;
 mul.wide.u32 %l1, %copies_of_section, {unit_bytes};
 sub.u64 %from, %from, %l1;
 mov.u32 %of_block, %copies_of_section;"
         );
-        if self.v.sections > 1 {
+        if self.v.has_sections() {
             // Behind the last block, the next section of the first one follows.
             line!(
                 self,
                 "sub.u32 %block, %block, 1;
 setp.ne.u32 %p0, %block, 0;
 @%p0 bra NONE{label};
-mov.u32 %block, %blocks;
-mul.lo.u32 %r0, %r0, %blocks;
+mov.u32 %block, %blocks;"
+            );
+        }
+        if self.v.is_second_stage() {
+            line!(self, "add.u32 %copied_section, %copied_section, 1;");
+            self.source("%copied_section");
+        }
+        if self.v.sections > 1 {
+            line!(
+                self,
+                "mul.lo.u32 %r0, %r0, %blocks;
 mul.wide.u32 %l0, %r0, {block_bytes};
 sub.u64 %from, %from, %l0;
 add.u64 %from, %from, %l1;
@@ -654,6 +893,9 @@ mul.wide.u32 %l1, %quad, 16;
 add.u64 %row0, %x, %l1;
 add.u64 %gains_at, %norm, %l1;"
         );
+        if v.is_second_stage() {
+            return;
+        }
         for row in 1..v.rows {
             if row >= v.stored_rows {
                 line!(self, "mov.u64 %row{row}, %row{};", row - 1);
@@ -661,8 +903,9 @@ add.u64 %gains_at, %norm, %l1;"
             }
             line!(
                 self,
-                "ld.param.u32 %r0, [args+64];\nmul.wide.u32 %l2, %r0, 4;\nadd.u64 %row{row}, %row{}, %l2;",
-                row - 1
+                "ld.param.u32 %r0, [args+{stride}];\nmul.wide.u32 %l2, %r0, 4;\nadd.u64 %row{row}, %row{}, %l2;",
+                row - 1,
+                stride = v.argument("x_stride")
             );
         }
     }
@@ -671,6 +914,9 @@ add.u64 %gains_at, %norm, %l1;"
     fn read_x(&mut self) {
         let v = self.v;
         let (parts, batch) = (v.section_parts(), v.batch());
+        if v.is_second_stage() {
+            self.section_rows();
+        }
         line!(
             self,
             "mov.u32 %x_to, %x_start;\nmov.u32 %factors_to, %factors_start;\nmul.lo.u32 %parts_left, %of_section, {};",
@@ -755,10 +1001,14 @@ setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
         line!(self, "POLL{label}:");
         for (i, part) in (0..).zip(parts.clone()) {
             for row in rows.clone() {
+                let mut there = i + 1;
+                if v.is_second_stage() {
+                    line!(self, "and.pred %p7, %p{there}, %chose{row};");
+                    there = 7;
+                }
                 line!(
                     self,
-                    "@%p{} ld.volatile.global.v4.u32 {{{}}}, [%row{row}+{}];",
-                    i + 1,
+                    "@%p{there} ld.volatile.global.v4.u32 {{{}}}, [%row{row}+{}];",
                     registers("x", first_of(i, row)..first_of(i, row) + 4),
                     part * 512
                 );
@@ -891,7 +1141,7 @@ mul.f32 %f11, %f11, %f10;
 neg.f32 %f11, %f11;
 mul.f32 %f10, %f10, {value};
 @%first st.shared.v2.f32 [%factors_to+{factors_at}], {{%f10, %f11}};",
-            value = float(CODE_VALUE),
+            value = float(v.code_value()),
         );
     }
 
@@ -966,6 +1216,21 @@ setp.eq.u32 %p0, %left, 0;
 UNIT:"
         );
         self.ptx.wait_counting("%barrier_at", "%phase", "%looks", "%p0");
+        if v.is_second_stage() {
+            // The factors of the lane's rows of W, u and v, come with the block's first unit.
+            line!(
+                self,
+                "setp.eq.u32 %p0, %left, %of_section;
+shr.u32 %r0, %lane, 3;
+mad.lo.u32 %r0, %r0, 16, %slot_at;
+bfe.u32 %r1, %lane, 2, 1;
+mad.lo.u32 %r0, %r1, 4, %r0;
+@%p0 ld.shared.f32 %factor_u, [%r0+{at}];
+@%p0 ld.shared.f32 %factor_v, [%r0+{at_v}];",
+                at = v.factors_in_slot(),
+                at_v = v.factors_in_slot() + 8,
+            );
+        }
         line!(self, "mad.lo.u32 %r13, %lane, 16, %slot_at;\nadd.u32 %r14, %slot_at, %own_scales;");
         match v.is_integer() {
             true => self.integer_unit(),
@@ -1011,6 +1276,15 @@ add.f32 %sum_v{of}, %sum_v{of}, %f1;"
                 }
             }
         }
+        if v.is_second_stage() {
+            line!(self, "setp.ne.u32 %p0, %of_section, 0;");
+            for of in 0..v.row_blocks() {
+                line!(
+                    self,
+                    "@%p0 mul.f32 %sum_u{of}, %sum_u{of}, %factor_u;\n@%p0 mul.f32 %sum_v{of}, %sum_v{of}, %factor_v;"
+                );
+            }
+        }
         // A place is empty at first, as after the second phase of its barrier.
         self.place();
         line!(self, "xor.b32 %r2, %r2, 1;\nadd.u32 %r1, %r1, {};", PLACES * 8);
@@ -1032,7 +1306,7 @@ setp.lt.u32 %p0, %t, {rows};",
         );
         let sums = |of: u32| v.sums_at() + of * v.block_rows() * 64;
         let (mut full, mut arrives) = (String::new(), "%lead");
-        if v.sections > 1 {
+        if v.has_sections() {
             // All sections but the first add to the place; it is full with the last one.
             line!(self, "setp.ne.and.u32 %p1, %section, 0, %p0;");
             for of in 0..v.row_blocks() {
@@ -1040,7 +1314,7 @@ setp.lt.u32 %p0, %t, {rows};",
                     line!(self, "@%p1 ld.shared.f32 %f0, [%r0+{at}];\n@%p1 add.f32 {sum}{of}, {sum}{of}, %f0;");
                 }
             }
-            full = format!("setp.eq.and.u32 %p1, %section, {}, %lead;\n", v.sections - 1);
+            full = format!("setp.eq.and.u32 %p1, %section, {}, %lead;\n", self.last_section());
             arrives = "%p1";
         }
         for of in 0..v.row_blocks() {
@@ -1154,11 +1428,9 @@ mul.f32 %f1, %f1, %fx{of};",
                     c + 2,
                     c + 3
                 );
-                if let Minimum::Zero { halves } = codes.minimum
-                    && halves > 0
-                {
+                if v.zero_halves() > 0 {
                     // %fs is -Σx.
-                    let zero = f32::from(halves) * 0.5 * CODE_VALUE;
+                    let zero = v.zero_halves() as f32 * 0.5 * v.code_value();
                     line!(
                         self,
                         "fma.rn.f32 %f0, %fs{of}, {}, %f0;\nfma.rn.f32 %f1, %fs{of}, {}, %f1;",
@@ -1256,6 +1528,9 @@ fma.rn.f32 %sum_v{of}, %d{1}, %f3, %sum_v{of};",
     /// columns of both. The order of columns in a word is 0, 2, 1, 3, that of x.
     fn words(&mut self, c: u32) {
         let codes = self.v.codes;
+        if codes.number == Number::E2m1 {
+            return (0..2).for_each(|h| self.e2m1_words(2 * h, c / 2 * 4 + c % 2 * 2 + h));
+        }
         let four_loads = if codes.bits & 4 != 0 { unit_cols(codes) / 64 } else { 0 };
         let two_loads = if codes.bits & 2 != 0 { unit_cols(codes) / 128 } else { 0 };
         for (h, second) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
@@ -1278,6 +1553,37 @@ fma.rn.f32 %sum_v{of}, %d{1}, %f3, %sum_v{of};",
                 let word = (four_loads + two_loads + c / 8) * 4 + (c / 2 % 4);
                 self.put_plane(a, word, (1, 4 * (c % 2) + 2 * h + second), codes.bits & 6);
             }
+        }
+    }
+
+    /// Sets %a`a` and the next one to the integers of a word of codes in e2m1, of row u and of row v: [`E2M1_ZERO`] plus twice the
+    /// number.
+    fn e2m1_words(&mut self, a: u32, word: u32) {
+        let [low, high] = E2M1_MAGNITUDES;
+        let zeros = E2M1_ZERO * 0x0101_0101;
+        // %r0 to %r3: the magnitudes of the codes of u and v in turn, then of each. %r4 and %r5: bytes of ones where one is negative.
+        line!(
+            self,
+            "and.b32 %r2, %w{word}, 0x77777777;
+shr.u32 %r3, %r2, 16;
+mov.b32 %r4, {low:#x};
+mov.b32 %r5, {high:#x};
+prmt.b32 %r0, %r4, %r5, %r2;
+prmt.b32 %r1, %r4, %r5, %r3;
+shl.b32 %r4, %w{word}, 4;
+prmt.b32 %r4, %r4, 0, 0xba98;
+prmt.b32 %r5, %w{word}, 0, 0xba98;
+prmt.b32 %r2, %r0, %r1, 0x6420;
+prmt.b32 %r3, %r0, %r1, 0x7531;"
+        );
+        for (to, magnitudes, negative) in [(a, 2, 4), (a + 1, 3, 5)] {
+            // Negative where the mask has ones: (b & c) | (a & ~c).
+            line!(
+                self,
+                "add.u32 %r6, %r{magnitudes}, {zeros:#x};
+sub.u32 %r7, {zeros:#x}, %r{magnitudes};
+lop3.b32 %a{to}, %r6, %r7, %r{negative}, 0xd8;"
+            );
         }
     }
 
@@ -1304,12 +1610,7 @@ fma.rn.f32 %sum_v{of}, %d{1}, %f3, %sum_v{of};",
     fn next_turn(&mut self, label: &str) {
         line!(self, "add.u32 %turn, %turn, 1;");
         self.block();
-        line!(
-            self,
-            "shl.b32 %r0, %r0, 4;
-setp.lt.u32 %p0, %r0, %n;
-@%p0 bra {label};"
-        );
+        line!(self, "setp.lt.u32 %p0, %r0, %total_blocks;\n@%p0 bra {label};");
     }
 
     /// The last group adds up all groups' sums of each block, finishes them and stores y: lanes i and i + 16 have row i of W, of
@@ -1331,45 +1632,89 @@ mbarrier.init.shared::cta.b64 [%base+{empty}], 1;",
             self,
             "READY:
 bar.warp.sync 0xffffffff;
-bar.sync 0, {threads};
 setp.lt.u32 %first, %lane, 16;
 // The lane's turn among the two rows of y of a pass.
-shr.u32 %g, %lane, 4;",
-            threads = v.threads(),
+shr.u32 %g, %lane, 4;"
         );
+        match v.experts.is_some() {
+            true => self.make_list(),
+            false => line!(
+                self,
+                "bar.sync 0, {};
+add.u32 %total_blocks, %n, 15;
+shr.u32 %total_blocks, %total_blocks, 4;",
+                v.threads()
+            ),
+        }
         for pass in 0..v.passes() {
             line!(self, "mov.f32 %norm_scale{pass}, 0f00000000;\nmov.u64 %row{pass}, %y;");
             if v.rows > 1 {
                 line!(
                     self,
-                    "ld.param.u32 %r0, [args+68];
+                    "ld.param.u32 %r0, [args+{stride}];
 add.u32 %r1, %g, {};
 mul.lo.u32 %r0, %r0, %r1;
 mul.wide.u32 %l0, %r0, 4;
 add.u64 %row{pass}, %row{pass}, %l0;",
-                    pass * 2
+                    pass * 2,
+                    stride = v.argument("y_stride"),
                 );
             }
         }
         line!(self, "FINISH:");
         self.block();
+        line!(self, "and.b32 %r1, %lane, 15;\nmul.wide.u32 %l1, %r1, 4;");
+        let mut of_block = "%r0";
+        if v.is_first_stage() {
+            self.listed_block("%r0");
+            line!(self, "mov.u32 %listed, %e3;\nmov.u32 %r0, %e1;");
+            of_block = "%e2";
+        }
         line!(
             self,
             "// %r5 is the row of W, and %l1 the offset of its result in a row of y or, if it does not exist, that of the last one.
-and.b32 %r1, %lane, 15;
-mad.lo.u32 %r5, %r0, 16, %r1;
-mul.wide.u32 %l0, %r0, {block_bytes};
-mul.wide.u32 %l1, %r1, 4;
+mad.lo.u32 %r5, %r0, 16, %r1;"
+        );
+        if v.is_second_stage() {
+            line!(self, "mov.f32 %factor, {};", float(1.0));
+        } else {
+            line!(
+                self,
+                "mul.wide.u32 %l0, {of_block}, {block_bytes};
 add.u64 %l0, %l0, %l1;
 add.u64 %l0, %l0, %weight;
-ld.global.nc.f32 %factor, [%l0];
-sub.u32 %r0, %n, 1;
+ld.global.nc.f32 %factor, [%l0];",
+                block_bytes = v.block_bytes(),
+            );
+        }
+        line!(
+            self,
+            "sub.u32 %r0, %n, 1;
 min.u32 %r0, %r5, %r0;
-mul.wide.u32 %l1, %r0, 4;",
-            block_bytes = v.block_bytes(),
+mul.wide.u32 %l1, %r0, 4;"
         );
-        if v.bias {
-            line!(self, "add.u64 %l0, %bias, %l1;\nld.global.nc.f32 %bias_of_row, [%l0];");
+        if v.experts.is_some_and(|experts| experts.shared) {
+            line!(
+                self,
+                "ld.param.u64 %l2, [args+{}];\nld.param.u32 %e1, [args+{}];",
+                v.argument("shared_weight"),
+                v.argument("shared_tag")
+            );
+            for pass in 0..v.passes() {
+                line!(
+                    self,
+                    "sub.u64 %shared_at{pass}, %row{pass}, %y;
+add.u64 %shared_at{pass}, %shared_at{pass}, %l2;
+add.u64 %shared_at{pass}, %shared_at{pass}, %l1;
+mov.u32 %shared{pass}, %e1;"
+                );
+                self.load_shared(pass);
+            }
+        }
+        match v.experts {
+            Some(_) if v.bias => self.load_biases(),
+            None if v.bias => line!(self, "add.u64 %l0, %bias, %l1;\nld.global.nc.f32 %bias_of_row, [%l0];"),
+            _ => {}
         }
         if v.epilogue == 1 {
             for pass in 0..v.passes() {
@@ -1414,9 +1759,10 @@ mad.lo.u32 %r4, %lane, 4, %r4;",
                     self,
                     "cvt.rn.f32.u32 %f1, %k;
 div.rn.f32 %f2, %f2, %f1;
-ld.param.f32 %f1, [args+72];
+ld.param.f32 %f1, [args+{epsilon}];
 add.f32 %f2, %f2, %f1;
-rsqrt.approx.f32 %norm_scale{pass}, %f2;"
+rsqrt.approx.f32 %norm_scale{pass}, %f2;",
+                    epsilon = v.argument("epsilon"),
                 );
             }
             line!(self, "NORMED:");
@@ -1428,7 +1774,7 @@ rsqrt.approx.f32 %norm_scale{pass}, %f2;"
 setp.lt.u32 %p1, %r5, %n;",
             PLACES * 8
         );
-        if Epilogue::of_code(v.epilogue).halves() {
+        if v.halves() {
             // Even rows of W are gates, and the next ones are their up projections.
             line!(
                 self,
@@ -1453,7 +1799,9 @@ mul.wide.u32 %l1, %r0, 4;"
             line!(self, "mul.f32 %d{pass}, %d{pass}, %norm_scale{pass};");
         }
         line!(self, "mul.f32 %f0, %d{pass}, %factor;");
-        if v.bias {
+        if v.is_second_stage() && v.bias {
+            line!(self, "add.f32 %f0, %f0, %biases{pass};");
+        } else if v.bias {
             line!(self, "add.f32 %f0, %f0, %bias_of_row;");
         }
         if v.epilogue == 1 {
@@ -1470,6 +1818,9 @@ POLLOLD{label}:"
             }
             line!(self, "mov.b32 %f1, %old{pass};\nadd.f32 %f0, %f0, %f1;");
         }
+        if v.experts.is_some_and(|experts| experts.shared) {
+            self.add_shared(pass);
+        }
         match Epilogue::of_code(v.epilogue) {
             Epilogue::Store | Epilogue::Residual => {}
             Epilogue::Gated(_) => {
@@ -1477,6 +1828,10 @@ POLLOLD{label}:"
                 self.ptx.glu(v.epilogue, ["%f0", "%f1"], "%f0", ["%f2", "%f3"]);
             }
             Epilogue::SquaredRelu => self.ptx.squared_relu("%f0"),
+        }
+        if v.is_first_stage() {
+            self.place_of_choice(pass);
+            line!(self, "mul.f32 %f0, %f0, %share;");
         }
         line!(self, "mov.b32 %r0, %f0;");
         if v.tagged == 3 {
@@ -1498,10 +1853,11 @@ or.b32 %r0, %r0, %r2;",
                 untagged = !TAG_MASK,
             );
         }
-        line!(self, "add.u64 %l0, %row{pass}, %l1;");
-        let stores = if v.is_half(pass) { "%p2" } else { "%p1" };
+        let (exists, to) = if v.is_first_stage() { ("%stores", "%to") } else { ("%p1", "%l1") };
+        line!(self, "add.u64 %l0, %row{pass}, {to};");
+        let stores = if v.is_half(pass) { "%p2" } else { exists };
         if v.is_half(pass) {
-            line!(self, "and.pred %p2, %p1, %first;");
+            line!(self, "and.pred %p2, {exists}, %first;");
         }
         line!(self, "@{stores} st.volatile.global.u32 [%l0], %r0;");
     }

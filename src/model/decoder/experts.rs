@@ -1,10 +1,10 @@
-//! MoE layers: the router and the products of the chosen experts. A few rows are computed one by one; many, and rows
-//! for experts of codes in fragment order, are sorted by expert.
+//! MoE layers: the router and the products of the chosen experts. A few rows are computed one by one; many are sorted by expert.
 //!
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
-use super::products::{Operands, Unpacked};
+use super::products::{CODES_PTX_GROUPS, Operands, Unpacked, left_over};
 use super::{Block, Decoder, Step, StepShape};
+use crate::kernels::gemm::codes_ptx::CodesPtxConfig;
 use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
@@ -12,9 +12,17 @@ use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, wgmma};
 use crate::kernels::moe::{self, FewRows, GemvRows, Grouped, Mlp, Sorted, Stack, Used};
 use crate::kernels::recording::{Op, Range, Recording};
+use crate::kernels::shaders::EXPERT_SKINNY_PTX;
 use crate::kernels::stream::{self, Beside, Branch, BranchFlow};
+use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;
+use crate::memory::pack::codes::unit_cols;
 use crate::model::config::{self, Experts};
+use crate::quant::Codes;
+use std::cmp::Reverse;
+
+/// The maximum number of groups of lanes of the second stage of experts in `expert_skinny.codes.ptx`.
+const MOST_EXPERT_GROUPS: u32 = 20;
 
 impl Decoder<'_> {
     /// Returns the dimensions of an MoE layer.
@@ -34,16 +42,35 @@ impl Decoder<'_> {
     /// Whether the experts' products of a few rows, on weights in fragment order, choose the experts themselves.
     pub(super) fn chooses_alone(&self) -> bool {
         let plain = |of: config::Routing| moe::few_serve(of.sigmoid, of.choice_bias, (of.groups, of.kept));
-        let simple = |experts: Experts| {
-            experts.routing.is_none_or(plain) && !(self.has_coded_experts() && experts.shared_inner.is_some())
-        };
-        self.config.experts.is_some_and(simple)
+        self.config.experts.is_some_and(|experts| experts.routing.is_none_or(plain))
     }
 
     /// Whether a step of this shape runs the kernels for a few rows in fragments, which choose the experts themselves.
     fn chooses_few(&self, shape: StepShape, block: &Block) -> bool {
         let router = block.name("router");
         self.named_in_fragments(&router) && self.chooses_alone() && !self.packs_for(shape, &router)
+    }
+
+    /// Whether products of its own compute a shared expert in a step of few rows: beside experts of codes, whose format may be
+    /// another one.
+    pub(super) fn shared_is_apart(&self) -> bool {
+        let shared = self.config.experts.is_some_and(|experts| experts.shared_inner.is_some());
+        shared && self.has_coded_experts() && self.tuning.fragments.is_some() && self.chooses_alone()
+    }
+
+    /// Returns the workgroups of `expert_skinny.codes.ptx` for the two stages of few rows, if it may compute them.
+    fn expert_programs(&self, mlp: &Mlp) -> [Option<CodesPtxConfig>; 2] {
+        let t = &self.tuning;
+        let chosen = mlp.shape.chosen;
+        [(&mlp.gate_up, false), (&mlp.down, true)].map(|(stacks, down)| {
+            let Matrix { format, cols, .. } = stacks[0].matrix;
+            let codes =
+                format.codes().filter(|_| t.ptx && t.expert_ptx && t.fragments == Some(Matrices::Cooperative))?;
+            let n = if down { mlp.shape.hidden } else { mlp.shape.first_rows(mlp.shape.inner) };
+            let (units, processors) = (cols.div_ceil(unit_cols(codes)), t.processors.max(1));
+            let rule = || expert_rule(codes, units, chosen, down, processors);
+            Some(t.expert_ptx_shapes.get(&(codes.bits, n, cols)).copied().unwrap_or_else(rule))
+        })
     }
 
     fn one_matrix(&self, r: &mut Recording, name: &str) -> Matrix {
@@ -160,17 +187,56 @@ impl Decoder<'_> {
         match self.tuning.fragments.filter(|_| few) {
             Some(matrices) => {
                 let [gate_up, down] = mlp.few_configs(rows, matrices, self.tuning.shared_bytes);
-                let logits = step.flow(Some(step.router.range), None);
-                let few = |config, from: Activations, to: Activations| {
-                    let flow = step.flow(Some(from.range), Some(to.range));
-                    FewRows { middle: step.middle, rows, matrices, config, flow, logits, fault: step.fault }
+                let plain = |(config, ptx), shared| {
+                    let (flow, logits) = (Flow::NONE, Flow::NONE);
+                    FewRows {
+                        middle: step.middle,
+                        rows,
+                        matrices,
+                        config,
+                        ptx,
+                        flow,
+                        logits,
+                        fault: step.fault,
+                        shared,
+                    }
                 };
-                let first = few(gate_up, step.x, step.middle);
+                let mut in_ptx = self.expert_programs(&mlp);
+                let apart = mlp.shared.is_some() && self.shared_is_apart();
+                // Both stages choose the experts. The shader's sigmoids may be rounded in another way than the program's, by which
+                // two experts could be in another order.
+                if mlp.routing.is_some_and(|routing| routing.sigmoid) {
+                    let output = apart.then_some((step.of_shared, Flow::NONE));
+                    let first = mlp.gate_up.iter().map(|of| mlp.few_gate_up(of, plain((gate_up, in_ptx[0]), output)));
+                    let last = mlp.down.iter().map(|of| mlp.few_down(of, plain((down, in_ptx[1]), output)));
+                    if !first.chain(last).all(|call| call.kernel == EXPERT_SKINNY_PTX.name) {
+                        in_ptx = [None; 2];
+                    }
+                }
+                let logits = step.flow(Some(step.router.range), None);
+                if apart {
+                    let weight = block.name("shared.gate_up");
+                    let operands = Operands { weight: &weight, x: step.x, y: step.mlp, epilogue: self.activated() };
+                    self.product(r, shape, step, operands, Some(norm));
+                }
+                let few = |shape, from: Activations, to: Activations, shared| {
+                    let flow = step.flow(Some(from.range), Some(to.range));
+                    FewRows { flow, logits, ..plain(shape, shared) }
+                };
+                let output = apart.then_some((step.of_shared, Flow::NONE));
+                let first = few((gate_up, in_ptx[0]), step.x, step.middle, output);
                 for stack in &mlp.gate_up {
                     r.call(mlp.few_gate_up(stack, first));
                 }
+                let output = apart.then(|| {
+                    let weight = block.name("shared.down");
+                    let operands =
+                        Operands { weight: &weight, x: step.mlp, y: step.of_shared, epilogue: Epilogue::Store };
+                    self.product(r, shape, step, operands, None);
+                    (step.of_shared, step.flow(Some(step.of_shared.range), None))
+                });
                 for stack in &mlp.down {
-                    r.call(mlp.few_down(stack, few(down, step.middle, y)));
+                    r.call(mlp.few_down(stack, few((down, in_ptx[1]), step.middle, y, output)));
                 }
             }
             None => {
@@ -386,5 +452,53 @@ impl Decoder<'_> {
             output
         });
         r.call(mlp.combine(used, choices, parts, shared));
+    }
+}
+
+/// Returns the workgroups of `expert_skinny.codes.ptx` for a stage of experts whose matrices have `units` units of columns: one for
+/// each processor. Measured on H200s with the experts of Qwen3-30B-A3B, GLM-4.5-Air and Nemotron 3 Nano.
+fn expert_rule(codes: Codes, units: u32, chosen: u32, down: bool, processors: u32) -> CodesPtxConfig {
+    let groups = match down {
+        // The experts that a row chooses are multiplied at once, each by an equal number of groups of lanes.
+        true => {
+            let each = (MOST_EXPERT_GROUPS / chosen).clamp(1, units);
+            let even = (1..=each).rev().find(|each| units.is_multiple_of(*each)).filter(|even| even * 2 > each);
+            chosen * even.unwrap_or(each)
+        }
+        // The groups share the columns equally, or nearly so.
+        false => {
+            let best = CODES_PTX_GROUPS.min_by_key(|groups| (left_over(units, *groups), Reverse(*groups)));
+            units.min(best.expect("there are groups"))
+        }
+    };
+    let slots = if codes.bits == 8 { 3 } else { 2 };
+    CodesPtxConfig { groups, slots, workgroups: processors }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::Minimum;
+    use crate::quant::number::Number;
+
+    /// Goal: the stages of measured models have the shapes that were measured, and the groups of others divide their work equally.
+    #[test]
+    fn experts_of_codes_have_the_shapes_of_measured_models() {
+        let shape = |bits, (units, chosen, down): (u32, u32, bool)| {
+            let codes = Codes { bits, group: 32, number: Number::Affine, minimum: Minimum::Stored };
+            let CodesPtxConfig { groups, slots, workgroups } = expert_rule(codes, units, chosen, down, 132);
+            assert_eq!(workgroups, 132);
+            (groups, slots)
+        };
+        // Qwen3-30B-A3B; GLM-4.5-Air; Nemotron 3 Nano.
+        assert_eq!([shape(4, (16, 8, false)), shape(4, (6, 8, true)), shape(6, (6, 8, true))], [(16, 2); 3]);
+        assert_eq!([shape(4, (32, 8, false)), shape(4, (11, 8, true))], [(16, 2); 2]);
+        assert_eq!([shape(4, (21, 6, false)), shape(4, (15, 6, true))], [(21, 2), (18, 2)]);
+        assert_eq!([shape(8, (16, 8, false)), shape(8, (6, 8, true))], [(16, 3); 2]);
+        for (units, chosen) in (1..80).flat_map(|units| (1..=16).map(move |chosen| (units, chosen))) {
+            let (groups, _) = shape(4, (units, chosen, true));
+            assert!(groups.is_multiple_of(chosen) && groups / chosen <= units && groups <= 20, "{units} {chosen}");
+            assert!(shape(4, (units, chosen, false)).0 <= units.min(24), "{units}");
+        }
     }
 }

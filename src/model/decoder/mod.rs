@@ -250,6 +250,8 @@ struct Step {
     middle: Activations,
     /// With experts beside a dense MLP: the experts' output.
     of_experts: Activations,
+    /// The shared expert's output, if products of its own compute it.
+    of_shared: Activations,
     /// The sums that workgroups of one product pass on to those with the next part of the columns.
     column_sums: Activations,
     /// The partial results of splits of attention, by kind of attention layers. Kinds with the same plan of splits share
@@ -374,6 +376,7 @@ impl Decoder<'_> {
         if (0..c.layers).any(|layer| c.has_dense_mlp(layer)) {
             widths.push(c.intermediate);
         }
+        widths.extend(c.experts.and_then(|experts| experts.shared_inner).filter(|_| self.shared_is_apart()));
         let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
         // Where a step is divided, words would have to be carried from one part to the next. Without barriers, each exchange must
         // depend on all words of the one before it; the two of experts beside a dense MLP do not.
@@ -496,7 +499,10 @@ impl Decoder<'_> {
         });
         let names = ["latent.input", "latent.queries", "latent.mixed"];
         let latent = std::array::from_fn(|at| Self::activations(r, names[at], rows, latent[at]));
-        let inner = if self.drafts() { c.intermediate.max(c.mtp_width) } else { c.intermediate };
+        let apart = self.shared_is_apart();
+        let with_experts = c.experts.iter().chain(c.mtp_experts.iter().filter(|_| self.drafts()));
+        let shared = with_experts.filter_map(|experts| experts.shared_inner).filter(|_| apart).max().unwrap_or(0);
+        let inner = c.intermediate.max(shared).max(if self.drafts() { c.mtp_width } else { 0 });
         let x = Self::activations(r, &named("x"), x_rows, c.hidden);
         let width = if c.has_branch_stages() || self.stage.rank.is_some() { c.hidden } else { 0 };
         let branch = Self::activations(r, &named("branch"), rows, width);
@@ -540,6 +546,7 @@ impl Decoder<'_> {
             microbatch: None,
             generations,
             of_experts: Self::activations(r, &named("experts.output"), rows, if beside { c.hidden } else { 0 }),
+            of_shared: Self::activations(r, &named("shared.output"), rows, if apart { c.hidden } else { 0 }),
             partials: (0..)
                 .zip(&heads)
                 .map(|(kind, heads)| {
@@ -573,9 +580,11 @@ impl Decoder<'_> {
             [step.qkv, step.attention, step.projected, step.mixed, step.normed, step.mlp, step.router, step.middle];
         // Tagged words are never both of experts beside a dense MLP and summed over devices.
         let summed = if step.summed.range == step.branch.range { step.of_experts } else { step.summed };
-        let all = layer.into_iter().chain([step.branch, summed, step.column_sums]);
+        let all = layer.into_iter().chain([step.branch, summed, step.column_sums, step.of_shared]);
         let buffers: Vec<Range> = all.map(|of| of.range).filter(|range| range.bytes > 0).collect();
-        r.call(tags::clear_tags("clear_tags".to_owned(), &buffers));
+        for buffers in buffers.chunks(tags::MOST_CLEARED) {
+            r.call(tags::clear_tags("clear_tags".to_owned(), buffers));
+        }
     }
 
     fn layer(&self, r: &mut Recording, shape: StepShape, step: &Step, layer: u32) {

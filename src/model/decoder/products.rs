@@ -49,7 +49,7 @@ const MOST_GROUPS: u32 = 24;
 
 /// The numbers of groups of lanes that a workgroup of `skinny_codes.ptx` may have. In models whose rows have fewer units of columns,
 /// it has one for each unit.
-const CODES_PTX_GROUPS: RangeInclusive<u32> = 12..=24;
+pub(super) const CODES_PTX_GROUPS: RangeInclusive<u32> = 12..=24;
 /// The minimum number of units of columns of a matrix for `skinny_codes.ptx`, and of the model's rows: of 128 columns, and of 256
 /// with an odd number of bits, of which fewer were not measured.
 const LEAST_CODES_PTX_UNITS: u32 = 8;
@@ -101,7 +101,7 @@ fn evenest(groups: RangeInclusive<u32>, chunks: u32, ahead: u32, near: u32) -> u
 }
 
 /// Returns by how many places the last round of `each` places reaches past `count` of them.
-fn left_over(count: u32, each: u32) -> u32 {
+pub(super) fn left_over(count: u32, each: u32) -> u32 {
     count.next_multiple_of(each) - count
 }
 
@@ -198,6 +198,10 @@ impl Decoder<'_> {
             && rows <= codes_ptx::MOST_ROWS
             && codes_ptx::serves(weight.format);
         let codes = weight.format.codes().filter(|_| served && self.tuning.fragments == Some(Matrices::Cooperative))?;
+        // Eight rows are faster packed.
+        if codes.number == Number::E2m1 && rows > MOST_CODES_ROWS {
+            return None;
+        }
         let units = codes::units(weight);
         let fits = |config: &CodesPtxConfig| config.fits(codes, (weight.rows, units), rows);
         let tuned = self.tuning.codes_ptx_shapes.get(&(codes.bits, weight.rows, weight.cols));

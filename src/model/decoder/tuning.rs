@@ -110,6 +110,11 @@ pub struct Tuning {
     pub codes: BTreeMap<(u32, u32, u32, u32), CodesConfig>,
     /// Whether products of few rows of x with codes use `skinny_codes.ptx` where `ptx` allows and it serves the format.
     pub codes_ptx: bool,
+    /// Whether the few rows' products of experts use `expert_skinny.codes.ptx`, likewise.
+    pub expert_ptx: bool,
+    /// The workgroup shapes of `expert_skinny.codes.ptx`, by bits of a code, rows and columns of an expert's matrix. Overrides the
+    /// default rule; a stage for which a shape does not fit in shared memory does not use the program.
+    pub expert_ptx_shapes: BTreeMap<(u32, u32, u32), CodesPtxConfig>,
     /// The workgroup shapes of `skinny_codes.ptx` for one row of x, by bits of a code, rows and columns of W. Overrides the default
     /// rule.
     pub codes_ptx_shapes: BTreeMap<(u32, u32, u32), CodesPtxConfig>,
@@ -211,7 +216,7 @@ impl Tuning {
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `codes.BITSxROWSxCOLUMNS`, which
     /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
     /// `codes_ptx.BITSxROWSxCOLUMNS` (one row of x) takes `groups/slots` of [`CodesPtxConfig`] and that number (parts of a weight
-    /// that run side by side share the compute units),
+    /// that run side by side share the compute units), `expert_ptx.BITSxROWSxCOLUMNS` (of an expert's matrix) the same,
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
     /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits` (`splits` may be left out).
     /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits` and replaces
@@ -315,7 +320,8 @@ impl Tuning {
             self.skinny.insert((rows, cols), config);
             return true;
         }
-        if let Some(shape) = key.strip_prefix("codes_ptx.") {
+        let of_experts = key.strip_prefix("expert_ptx.");
+        if let Some(shape) = key.strip_prefix("codes_ptx.").or(of_experts) {
             let shape: Result<Vec<u32>, _> = shape.split('x').map(str::parse).collect();
             let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
             let (Ok(shape), &[groups, slots, each]) = (shape, &numbers[..]) else { return false };
@@ -324,7 +330,8 @@ impl Tuning {
                 return false;
             }
             let workgroups = each.max(1).saturating_mul(self.processors);
-            self.codes_ptx_shapes.insert((bits, rows, cols), CodesPtxConfig { groups, slots, workgroups });
+            let shapes = if of_experts.is_some() { &mut self.expert_ptx_shapes } else { &mut self.codes_ptx_shapes };
+            shapes.insert((bits, rows, cols), CodesPtxConfig { groups, slots, workgroups });
             return true;
         }
         if let Some(shape) = key.strip_prefix("codes.") {
@@ -388,6 +395,10 @@ impl Tuning {
             }
             "codes_ptx" => {
                 self.codes_ptx = value != 0;
+                return true;
+            }
+            "expert_ptx" => {
+                self.expert_ptx = value != 0;
                 return true;
             }
             "panel_f16" => {

@@ -6,13 +6,15 @@
 //! way when the warp begins a bulk copy to where they read: a fence has to stand between them, and a copy without one ends the
 //! test. Not here: instructions that no program uses; they end the test too.
 
+use crate::harness::Cases;
 use half::{bf16, f16};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::programs;
 use ostinato::kernels::ptx::PtxProgram;
-use ostinato::kernels::recording::{Arg, Call};
+use ostinato::kernels::recording::{Arg, Call, Op};
 use ostinato::kernels::shaders::find;
 use ostinato::quant::number::Number;
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
 /// The number of lanes of a warp.
@@ -110,6 +112,30 @@ struct Launch<'a> {
     threads: u32,
     shared_bytes: u32,
     args: &'a [u8],
+}
+
+/// Runs the programs of cases, whose texts `change` may change, one after the other, and compares with the reference.
+pub fn agree(cases: &Cases, change: impl Fn(&str) -> String) {
+    let mut memory = cases.before();
+    for op in &cases.recording.ops {
+        let Op::Call(call) = op else { panic!("{op:?}") };
+        memory = simulate(call, &memory, &change);
+    }
+    cases.compare(&cases.recording, &cases.reference(), &memory, "the simulated processor");
+}
+
+/// Requires that programs with `wrong` in the place of `right` do not agree with the reference, for each pair.
+pub fn notices(cases: &Cases, changes: &[(&str, &str)]) {
+    for (right, wrong) in changes {
+        let found = Cell::new(false);
+        let change = |text: &str| {
+            found.set(found.get() || text.contains(right));
+            text.replace(right, wrong)
+        };
+        let run = std::panic::AssertUnwindSafe(|| agree(cases, change));
+        assert!(std::panic::catch_unwind(run).is_err(), "{wrong} is not noticed");
+        assert!(found.get(), "the text has no {right}");
+    }
 }
 
 /// Carries out a call, whose program's text `change` may change. Returns the memory after it.

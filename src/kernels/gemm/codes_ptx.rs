@@ -645,16 +645,7 @@ mov.u32 %block, %blocks;
 mov.u32 %copied_section, 0;"
         );
         match v.experts {
-            None => line!(
-                self,
-                "mul.wide.u32 %from, %r1, {block_bytes};
-mul.wide.u32 %l0, %first_unit, {unit_bytes};
-add.u64 %from, %from, %l0;
-add.u64 %from, %from, %weight;
-add.u64 %from, %from, {BLOCK_HEADER};",
-                block_bytes = v.block_bytes(),
-                unit_bytes = v.unit_bytes(),
-            ),
+            None => self.first_unit_of("%r1"),
             Some(experts) if experts.down => {
                 self.count_copies();
                 line!(
@@ -677,6 +668,20 @@ add.u64 %from, %from, {BLOCK_HEADER};",
             "mov.u32 %copies_of_section, %of_section;
 mov.u32 %of_block, %of_section;
 createpolicy.fractional.L2::evict_first.b64 %policy;"
+        );
+    }
+
+    /// Sets %from to the group's first unit of a block of the weights' buffer. %l0 changes.
+    fn first_unit_of(&mut self, block: &str) {
+        line!(
+            self,
+            "mul.wide.u32 %from, {block}, {block_bytes};
+mul.wide.u32 %l0, %first_unit, {unit_bytes};
+add.u64 %from, %from, %l0;
+add.u64 %from, %from, %weight;
+add.u64 %from, %from, {BLOCK_HEADER};",
+            block_bytes = self.v.block_bytes(),
+            unit_bytes = self.v.unit_bytes(),
         );
     }
 

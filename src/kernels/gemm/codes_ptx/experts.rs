@@ -14,7 +14,7 @@ use super::{Text, Variant};
 use crate::kernels::ptx::{float, line};
 use crate::kernels::shaders::ExpertSkinnyConstants;
 use crate::memory::pack::FRAGMENT_COLS;
-use crate::memory::pack::codes::{BLOCK_HEADER, unit_cols};
+use crate::memory::pack::codes::unit_cols;
 
 /// The most pairs of a row of x and one of its choices.
 pub(super) const MOST_PAIRS: u32 = 32;
@@ -539,16 +539,7 @@ sub.u32 %split, %group, %split;"
                 line!(self, "mov.u32 %e1, %ctaid.x;\nmad.lo.u32 %e2, %e2, %expert_blocks, %e1;");
             }
         }
-        line!(
-            self,
-            "mul.wide.u32 %from, %e2, {block_bytes};
-mul.wide.u32 %l0, %first_unit, {unit_bytes};
-add.u64 %from, %from, %l0;
-add.u64 %from, %from, %weight;
-add.u64 %from, %from, {BLOCK_HEADER};",
-            block_bytes = v.block_bytes(),
-            unit_bytes = v.unit_bytes(),
-        );
+        self.first_unit_of("%e2");
     }
 
     /// Sets %e3 to the place of an entry: of the expert of block `of` of the first stage. %e1 is then the block's number in that expert's

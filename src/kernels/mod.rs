@@ -192,7 +192,8 @@ pub fn waits_for_all(call: &Call) -> bool {
     if call.kernel.starts_with("expert_skinny") {
         // A workgroup of the first stage does not poll the rows of x that did not choose its expert. But it polls every
         // word of the router's logits, and the router's product has polled all of x, so all of x is complete. A workgroup of
-        // the second stage polls what its experts read: all values, unless other calls have the other experts.
+        // the second stage polls what its experts read: all values, unless other calls have the other experts. Of a shared
+        // expert's output it polls only the words of its own rows, before it writes those: they are behind whoever has all of y.
         let c = shaders::ExpertSkinnyConstants::from_values(&call.constants);
         return c.stage == 0 || c.part_experts == 0;
     }

@@ -340,6 +340,12 @@ fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> Experts
     ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise, epilogue, gated: true }
 }
 
+/// Returns a selection from all experts, with factors of logits and of shares.
+fn route(sigmoid: bool, bias: Option<Range>, scales: Option<Range>) -> Route {
+    let (factor, logit_scale) = (1.5, 0.75);
+    Route { sigmoid, bias, groups: 1, kept: 1, best: 1, sum_offset: 0.25, factor, logit_scale, scales }
+}
+
 /// Records both stages of a few rows.
 fn few_stages(cases: &mut Cases, mlp: &Mlp, few: FewRows) {
     mlp.gate_up.iter().for_each(|stack| cases.recording.call(mlp.few_gate_up(stack, few)));
@@ -552,17 +558,8 @@ fn a_few_rows_are_routed_by_scores() {
             let count = sizes.count as usize;
             let bias: Vec<f32> = random.floats(count);
             let scales: Vec<f32> = (0..count).map(|_| 1.0 + random.float() / 2.0).collect();
-            let routing = Route {
-                sigmoid,
-                bias: (sigmoid && biased).then(|| cases.floats("choice_bias", &bias)),
-                groups: 1,
-                kept: 1,
-                best: 1,
-                sum_offset: 0.25,
-                factor: 1.5,
-                logit_scale: 0.75,
-                scales: (!sigmoid).then(|| cases.floats("scales", &scales)),
-            };
+            let bias = (sigmoid && biased).then(|| cases.floats("choice_bias", &bias));
+            let routing = route(sigmoid, bias, (!sigmoid).then(|| cases.floats("scales", &scales)));
             let mlp = Mlp { routing: Some(routing), adds: biased, ..mlp };
             let near = if format == Format::Bf16 { SPLIT } else { SUMS };
             cases.expect(mlp.x.range, Expect::Floats(near));
@@ -1207,20 +1204,14 @@ fn ptx_cases(name: &str, tagged_words: bool) -> Cases {
             let count = shape.count as usize;
             let routing = match index % 4 {
                 0 => None,
-                of => Some(Route {
-                    sigmoid: of > 1,
-                    bias: (of == 3).then(|| cases.floats("choice_bias", &random.floats(count))),
-                    groups: 1,
-                    kept: 1,
-                    best: 1,
-                    sum_offset: 0.25,
-                    factor: 1.5,
-                    logit_scale: 0.75,
-                    scales: (of == 1).then(|| {
+                of => {
+                    let bias = (of == 3).then(|| cases.floats("choice_bias", &random.floats(count)));
+                    let scales = (of == 1).then(|| {
                         let scales: Vec<f32> = (0..count).map(|_| 1.0 + random.float() / 2.0).collect();
                         cases.floats("scales", &scales)
-                    }),
-                }),
+                    });
+                    Some(route(of > 1, bias, scales))
+                }
             };
             // A selection by a bias chooses experts that have no weights in the layer.
             let mlp =

@@ -118,6 +118,7 @@ pub fn serves_experts(format: Format, constants: &ExpertSkinnyConstants) -> bool
     serves(format)
         && c.rows <= experts::MOST_ROWS
         && c.rows * c.chosen <= experts::MOST_PAIRS
+        && c.chosen <= experts::MOST_CHOSEN
         && c.shared != 1
         && c.columns.is_multiple_of(4)
 }

@@ -21,7 +21,7 @@ pub(super) const MOST_PAIRS: u32 = 32;
 /// The most rows of x.
 pub(super) const MOST_ROWS: u32 = 4;
 /// The most choices of a row.
-const MOST_CHOSEN: u32 = 16;
+pub(super) const MOST_CHOSEN: u32 = 16;
 /// The most candidates of a lane whose biases are loaded before the logits come.
 const MOST_EARLY_BIASES: u32 = 8;
 /// The place of an expert that a row did not choose.
@@ -329,7 +329,7 @@ add.u64 %l0, %l0, %l1;",
                     e.count
                 );
             }
-            // The first sum over all candidates is that of the keys as they are now.
+            // Softmax over all candidates needs their keys, of which the choice removes the chosen ones.
             line!(self, "mov.u32 %all{i}, %key{i};");
         }
         // Lane j gets the j-th choice: %id, %best, its key, and %score_of_lane, its score.
@@ -412,7 +412,8 @@ mad.lo.u32 %e1, %lane, 4, %e1;
         }
     }
 
-    /// Sets %score_of_lane to the share of the lane's choice, of the key %best and with %score_of_lane its score, if the lane has one: where %p1 holds.
+    /// Sets %score_of_lane, where %p1 holds, to the share of the lane's choice: its key is %best, and with sigmoids its score is in
+    /// %score_of_lane. Other lanes have no choice.
     fn shares(&mut self) {
         let e = self.v.of_experts();
         if e.routed != 2 {
@@ -576,7 +577,7 @@ mov.u32 %e2, 0;
     }
 
     /// Sets the register `count` to the number of the group's units in a section of the second stage: all of its own, if there is
-    /// an expert. %e0 changes.
+    /// an expert. %e0 and %p1 change.
     pub(super) fn section_units(&mut self, section: &str, count: &str) {
         line!(
             self,
@@ -623,7 +624,7 @@ mov.u32 %e5, 0;
 @%chose{row} mov.u32 %e5, %e4;
 mul.lo.u32 %e5, %e5, {quads};
 add.u32 %e5, %e5, %quad;
-mad.lo.u32 %e6, %e1, {row}, 0;
+mul.lo.u32 %e6, %e1, {row};
 shr.u32 %e6, %e6, 2;
 add.u32 %e5, %e5, %e6;
 mul.wide.u32 %l1, %e5, 16;
@@ -638,7 +639,6 @@ add.u64 %row{row}, %x, %l1;",
     /// of the block whose entry is at %listed. %share is the choice's share. The block's row of W of the lane is %r5.
     pub(super) fn place_of_choice(&mut self, pass: u32) {
         let v = self.v;
-        let e = v.of_experts();
         let places = v.places();
         let halves = v.halves();
         // Rows of y: the part of each choice, padded.
@@ -669,7 +669,6 @@ mul.wide.u32 %to, %e1, 4;",
             pad = FRAGMENT_COLS - 1,
             whole = !(FRAGMENT_COLS - 1),
         );
-        debug_assert!(e.chosen <= MOST_CHOSEN);
     }
 
     /// Loads the biases: in the first stage %bias_of_row, of the expert's row %r5 whose entry is at %listed; in the second one %biases0

@@ -100,6 +100,9 @@ const uint X_WORDS = HALVES * SLOTS * SLOT;
 shared uvec4 x_s[GROUPS * X_WORDS];
 shared vec4 sums_s[2u * GROUPS * ITEMS];
 shared float squares_s[GROUPS * ROWS];
+// What undoes the scaling of a lane group's columns of a row of x. In registers of the lanes that have the row's sums, an NVIDIA driver
+// (580.159) gave sums that are no numbers.
+shared float backs_s[GROUPS * ROWS];
 
 #include "group_max.glsl"
 #if MATRIX == 1
@@ -259,8 +262,6 @@ void main() {
     if (EPILOGUE == 1u) old = y.v[(own_token * y_stride + row_) / 4u]; }
     LOAD_OLD
 
-    // x, with the factors that undo the scaling of rows 2t and 2t + 1, and 2t + 8 and 2t + 9.
-    vec2 undo = vec2(1.0), undo_other = vec2(1.0);
     [[unroll]] for (uint from = 0u; from < ROWS; from += BATCH) {
         uvec4 words[BATCH * LOADS];
         vec4 most[BATCH];
@@ -288,15 +289,8 @@ void main() {
             uint exponent = group_max(floatBitsToUint(max(max(m.x, m.y), max(m.z, m.w)))) >> 23;
             exponent = clamp(exponent, 16u, 254u);
             scale[b] = uintBitsToFloat((268u - exponent) << 23);
-            float back = uintBitsToFloat((exponent - 14u) << 23);
             uint token = from + b;
-            if (token < 8u) {
-                if (BLOCK == 1u || 2u * t == token) undo.x = back;
-                if (2u * t + 1u == token) undo.y = back;
-            } else {
-                if (2u * t + 8u == token) undo_other.x = back;
-                if (2u * t + 9u == token) undo_other.y = back;
-            }
+            if (LANE == 0u && token < ROWS) backs_s[LANE_GROUP * ROWS + token] = uintBitsToFloat((exponent - 14u) << 23);
             if (NORM == 1u && token < ROWS) {
                 float sum = group_add(square[b]);
                 if (LANE == 0u) squares_s[LANE_GROUP * ROWS + token] = sum;
@@ -355,8 +349,10 @@ void main() {
                     uint of_ = j / HALVES * CHAINS * HALVES + j % HALVES;
                     vec4 sum = FEW_SUMS(sums[of_]);
                     if (CHAINS == 2u) sum += FEW_SUMS(sums[of_ + (CHAINS - 1u) * HALVES]);
-                    sum *= j % HALVES == 0u ? undo.xyxy : undo_other.xyxy;
                     // The tokens 2t and 2t + 1 of the half.
+                    uint token = j % HALVES * 8u + 2u * t, of_group = LANE_GROUP * ROWS;
+                    float back = backs_s[of_group + min(token, ROWS - 1u)], next = backs_s[of_group + min(token + 1u, ROWS - 1u)];
+                    sum *= vec4(back, next, back, next);
                     uint at = (place * GROUPS + LANE_GROUP) * ITEMS + j * KEPT + 2u * t * 4u + (g >> 1);
                     if (2u * t < BLOCK) PUT_ROWS(sums_s[at], g, sum.xz)
                     if (2u * t + 1u < BLOCK) PUT_ROWS(sums_s[at + 4u], g, sum.yw)

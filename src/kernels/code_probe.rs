@@ -299,7 +299,8 @@ impl Operands {
             let first = first(row);
             for col in 0..stride {
                 let used = col >= first && col < (first + values).min(cols);
-                let value = if used { self.random() } else { 0.0 };
+                // Parts of a row differ in size, so that a part with the factor of another one is noticed.
+                let value = if used { self.random() * [1.0, 0.25, 0.5][((col / 32 + row) % 3) as usize] } else { 0.0 };
                 words[(row * stride + col) as usize] = tag.map_or(value.to_bits(), |tag| tagged(value, tag));
             }
         }

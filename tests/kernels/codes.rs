@@ -30,7 +30,7 @@ use ostinato::kernels::recording::{Op, Range};
 use ostinato::kernels::shaders::{EmbedRowsArgs, SkinnyCodesConstants};
 use ostinato::kernels::state;
 use ostinato::kernels::tags::{CALL_SHIFT, Flow, tagged};
-use ostinato::memory::pack::codes::element;
+use ostinato::memory::pack::codes::{element, unit_cols};
 use ostinato::memory::pack::{self, Format, Layout, Packing, RowMap, SourceFormat};
 use ostinato::model::decoder::stride;
 use ostinato::quant::blocks::BlockType;
@@ -197,10 +197,11 @@ impl Case {
         let (x_stride, y_stride) = (stride(k), stride(outputs));
         let weight = cases.words("weight", &way.matrix(random, n, k, layout));
         let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
-        // Rows of x that differ in size; the largest values are below 1, for which the tolerances are.
+        // Rows of x that differ in size, and so do their parts; the largest values are below 1, for which the tolerances are.
+        let size = |row: u32, col: u32| 2f32.powi(row as i32 % 3 * 4 - 8 - (col / 32 * 7 + row) as i32 % 5);
         let x: Vec<u32> = (0..rows)
             .flat_map(|row| (0..x_stride).map(move |col| (row, col)))
-            .map(|(row, col)| if col < k { random.float() * 2f32.powi(row as i32 % 3 * 4 - 8) } else { 0.0 })
+            .map(|(row, col)| if col < k { random.float() * size(row, col) } else { 0.0 })
             .map(word(flow.input_carried.then_some(flow.input)))
             .collect();
         let x = cases.words("x", &x);
@@ -352,14 +353,30 @@ fn many_rows_of_some_formats_in_f16() {
 
 /// Products by `skinny_codes`, whose workgroups divide the columns into `parts` parts, if there are as many units.
 fn skinny_cases(name: &str, list: Vec<Case>, parts: u32) {
+    skinny_cases_by(name, list, parts, Matrices::Emulated, &|case, index| {
+        let threads = if case.rows > 8 { 32 } else { [32, 64, 128][index as usize % 3] };
+        CodesConfig { threads, tiles: 1 + index % 2, ahead: 1 + index / 2 % 2, workgroups: 1 + index % 3 }
+    });
+}
+
+/// The shared memory of a workgroup on GPUs with cooperative matrices.
+const MOST_SHARED: u32 = 48 << 10;
+
+/// Like [`skinny_cases`], with workgroups for the number of a case.
+fn skinny_cases_by(
+    name: &str,
+    list: Vec<Case>,
+    parts: u32,
+    matrices: Matrices,
+    workgroups: &dyn Fn(&Case, u32) -> CodesConfig,
+) {
     let mut cases = Cases::new(name);
     let mut random = Random(92);
-    for (index, case) in list.into_iter().enumerate() {
-        let threads = if case.rows > 8 { 32 } else { [32, 64, 128][index % 3] };
-        let index = index as u32;
-        let config = CodesConfig { threads, tiles: 1 + index % 2, ahead: 1 + index / 2 % 2, workgroups: 1 + index % 3 };
-        let shared = config.shared_bytes(case.way.format(), case.k, case.rows, Matrices::Emulated);
-        assert!(shared <= 32 << 10, "{config:?} of {} rows: {shared}", case.rows);
+    for (index, case) in (0..).zip(list) {
+        let config = workgroups(&case, index);
+        let shared = config.shared_bytes(case.way.format(), case.k, case.rows, matrices);
+        let most = if matrices == Matrices::Emulated { 32 << 10 } else { MOST_SHARED };
+        assert!(shared <= most, "{config:?} of {} rows: {shared}", case.rows);
         cases.case(format!("{case:?}.{config:?}"));
         let limit = if case.epilogue.multiplies() { HALF_SWIGLU } else { HALF };
         let product = case.product(&mut cases, &mut random, Layout::Fragments, limit);
@@ -375,11 +392,43 @@ fn skinny_cases(name: &str, list: Vec<Case>, parts: u32) {
                 ProductColumns::Parts { count, partials }
             }
         };
-        cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, columns, case.flow, fault));
+        cases.recording.call(skinny_codes(&product, case.rows, matrices, config, columns, case.flow, fault));
     }
     match parts {
+        _ if matrices == Matrices::Cooperative => {
+            cases.check(&Bench::new(&Vulkan::new(), Driver::Gpu), &cases.reference())
+        }
         1 => check(&cases),
         _ => check_in_order(&cases),
+    }
+}
+
+/// Goal: on matrix units, numbers of lane groups that share few units or many give right sums, where parts of rows differ in size.
+#[test]
+#[ignore = "needs a GPU with cooperative matrices (OSTINATO_TEST_GPU)"]
+fn few_rows_by_fragments_on_matrix_units() {
+    let tags = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
+    let formats = |way: &Way| match way {
+        Way::Blocks(of) => matches!(of, BlockType::Q4_K | BlockType::Q6_K | BlockType::Q8_0 | BlockType::Q3_K),
+        Way::Canonical(codes) => [CANONICAL[0], CANONICAL[6], AWQ].contains(codes),
+        Way::Load(_) => false,
+    };
+    for flow in [Flow::NONE, tags] {
+        for (k, groups) in [(256u32, 2), (256, 8), (512, 1), (512, 4), (512, 8), (1024, 8), (1024, 16), (1536, 12)] {
+            let config = |case: &Case| {
+                let units = k.div_ceil(case.way.format().codes().map_or(128, unit_cols));
+                CodesConfig { threads: groups * 32, tiles: 1, ahead: units.div_ceil(groups).min(2), workgroups: 5 }
+            };
+            let epilogue = Epilogue::Residual;
+            let case = |way, rows| Case { way, rows, n: 144, k, norm: k == 1024, bias: false, epilogue, flow };
+            let all = ways().into_iter().filter(formats).flat_map(|way| [1, 3, 4, 8].map(|rows| case(way, rows)));
+            let fits = |case: &Case| {
+                let config = config(case);
+                config.shared_bytes(case.way.format(), k, case.rows, Matrices::Cooperative) <= MOST_SHARED
+            };
+            let name = format!("{k}.{groups}");
+            skinny_cases_by(&name, all.filter(fits).collect(), 1, Matrices::Cooperative, &|case, _| config(case));
+        }
     }
 }
 

@@ -47,7 +47,7 @@ impl CodesConfig {
         let loads = all_loads.next_multiple_of(all_loads.min(8));
         let (x, sums) = (halves * loads * 4 * block * 4 * 16, 2 * self.tiles * halves * block * 4 * 16);
         let exchange = if matrices == Matrices::Emulated { self.threads * 36 } else { 0 };
-        groups * (x + sums + rows * 4) + exchange
+        groups * (x + sums + rows * 8) + exchange
     }
 }
 

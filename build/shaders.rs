@@ -443,7 +443,7 @@ fn write_structs(out: &mut String, stem: &str, file: &Path, reflection: &Reflect
     }
     let _ = writeln!(w, "        }}\n    }}\n}}\n");
     let _ = writeln!(w, "/// Specialization constants of `{}`, by id.", file.display());
-    let _ = writeln!(w, "#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]\npub struct {name}Constants {{");
+    let _ = writeln!(w, "#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]\npub struct {name}Constants {{");
     for (id, (constant, default)) in &reflection.constants {
         let _ = writeln!(w, "    /// Id {id}, default {default}.\n    pub {constant}: u32,");
     }

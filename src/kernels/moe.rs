@@ -187,6 +187,27 @@ impl ExpertsShape {
         (pairs + self.count.min(pairs) * (tile - 1)) / tile
     }
 
+    /// Returns the rows and columns of an expert's first matrix, or of its second one.
+    pub fn matrix(&self, down: bool) -> (u32, u32) {
+        if down { (self.hidden, self.inner) } else { (self.first_rows(self.inner), self.hidden) }
+    }
+
+    /// Whether `expert_skinny.codes.ptx` can compute a stage of this number of rows with experts in a format, by these workgroups.
+    pub fn program_serves(&self, config: CodesPtxConfig, format: Format, rows: u32, down: bool) -> bool {
+        let (n, columns) = self.matrix(down);
+        // What else a program is made for changes neither its shared memory nor what it serves.
+        let constants = ExpertSkinnyConstants {
+            stage: down.into(),
+            count: self.count,
+            chosen: self.chosen,
+            rows,
+            columns,
+            codes: codes_word(format),
+            ..ExpertSkinnyConstants::default()
+        };
+        codes_ptx::serves_experts(format, &constants) && config.of_experts(n, &constants).is_some()
+    }
+
     fn assert_served(&self) {
         assert!(
             self.chosen <= self.count.min(MOST_CHOSEN)
@@ -456,10 +477,7 @@ impl Mlp {
             Stage::GateUp => (stack.matrix, self.shared.map(|s| s.0)),
             Stage::Down => (stack.matrix, self.shared.map(|s| s.1)),
         };
-        let (rows, cols) = match stage {
-            Stage::GateUp => (self.shape.first_rows(self.shape.inner), self.shape.hidden),
-            Stage::Down => (self.shape.hidden, self.shape.inner),
-        };
+        let (rows, cols) = self.shape.matrix(stage == Stage::Down);
         let shared_rows = match stage {
             Stage::GateUp => self.shape.first_rows(self.shape.shared_inner.unwrap_or(0)),
             Stage::Down => self.shape.hidden,
@@ -498,18 +516,11 @@ impl Mlp {
         let shared = shared.filter(|_| few.shared.is_none());
         let output = few.shared.filter(|_| stage == Stage::Down && stack.first == 0);
         let part = self.part(stack, n);
-        let most = match weight.format {
-            Format::Bf16 | Format::F16 => MOST_FEW_ROWS,
-            Format::Codes(_) if shared.is_none() => MOST_FEW_CODED_ROWS,
-            _ => 0,
-        };
         assert!(output.is_none_or(|(rows, _)| rows.stride == y.stride), "rows of {}'s shared expert", self.label);
-        assert!(rows <= most, "{rows} rows of {:?}", weight.format);
         let alike = shared.is_none_or(|shared| shared.format == weight.format);
         assert!(alike, "{:?} of the shared expert beside {:?}", shared.map(|s| s.format), weight.format);
         let run = run_of(&weight);
         assert!(config.ahead.is_multiple_of(run), "{config:?} for units of {run} chunks");
-        assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
         let columns = weight.cols;
         let served = |of: Route| few_serve(of.sigmoid, of.bias.is_some(), (of.groups, of.kept));
         assert!(self.routing.is_none_or(served), "{:?} of {shape:?}", self.routing);
@@ -575,8 +586,16 @@ impl Mlp {
         let served = codes_ptx::serves_experts(weight.format, &constants);
         let ptx = few.ptx.filter(|_| served).and_then(|ptx| ptx.of_experts(n, &constants));
         if let Some(ptx) = ptx {
-            let threads = (ptx.groups + 1) * 32;
+            let threads = codes_ptx::expert_threads(ptx, stage == Stage::Down);
             constants = ExpertSkinnyConstants { threads, lanes: threads, tiles: 1, ahead: ptx.slots, ..constants };
+        } else {
+            let most = match weight.format {
+                Format::Bf16 | Format::F16 => MOST_FEW_ROWS,
+                Format::Codes(_) if shared.is_none() => MOST_FEW_CODED_ROWS,
+                _ => 0,
+            };
+            assert!(rows <= most, "{rows} rows of {:?}", weight.format);
+            assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
         }
         let each = n.div_ceil(16 * constants.tiles);
         let groups = match stage {

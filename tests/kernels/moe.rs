@@ -117,7 +117,10 @@ impl Layer {
                 (matrix(random, shape.first_rows(inner), shape.hidden), matrix(random, shape.hidden, inner))
             }),
             output: None,
-            x: random.floats((rows * shape.hidden) as usize),
+            // Parts of a row differ in size.
+            x: (0..rows * shape.hidden)
+                .map(|i| random.float() * 2f32.powi(-((i % shape.hidden / 32 * 7 + i / shape.hidden) as i32 % 5)))
+                .collect(),
             norm: random.floats(shape.hidden as usize),
             logits: values,
             stacks: WHOLE,
@@ -1173,6 +1176,16 @@ fn ptx_cases(name: &str, tagged_words: bool) -> Cases {
         (shape([8, 2, 32, 544], None, true), 1, int8, Logits::Ties, WHOLE, [[2, 2, 3], [2, 2, 2]]),
         (shape([8, 4, 64, 96], None, false), 3, int4, Logits::Random, WHOLE, [[3, 1, 2], [4, 2, 6]]),
         (shape([8, 4, 64, 96], None, true), 4, int8, Logits::Random, [&[3, 5], &[4, 4]], [[4, 1, 2], [4, 2, 6]]),
+        // More than four rows, or 32 choices of all: experts with several entries, and with none.
+        (silu([40, 8, 32, 64], true), 8, int8, Logits::Random, WHOLE, [[8, 2, 3], [8, 2, 1]]),
+        (silu([8, 4, 288, 640], true), 8, int4, Logits::Random, WHOLE, [[8, 2, 5], [8, 2, 12]]),
+        (silu([16, 4, 64, 1024], true), 4, int4, Logits::Random, WHOLE, [[8, 2, 3], [8, 2, 16]]),
+        (silu([16, 2, 32, 64], false), 5, int8, Logits::Same, WHOLE, [[5, 1, 2], [8, 2, 2]]),
+        (silu([37, 16, 48, 48], true), 3, int4, Logits::Ties, WHOLE, [[3, 1, 2], [4, 2, 3]]),
+        (silu([37, 3, 48, 48], false), 7, int4, Logits::NotNumbers, WHOLE, [[7, 1, 2], [9, 2, 3]]),
+        (silu([16, 8, 64, 96], true), 6, int8, Logits::Random, [&[5, 11], &[8, 8]], [[6, 2, 3], [8, 2, 4]]),
+        (shape([16, 4, 32, 64], Some(64), true), 8, int8, Logits::Random, WHOLE, [[8, 2, 3], [8, 2, 4]]),
+        (shape([8, 4, 64, 96], None, true), 6, int8, Logits::Random, [&[3, 5], &[4, 4]], [[6, 1, 2], [8, 2, 6]]),
     ];
     // Rows of tagged words have no padding.
     let list = list.into_iter().filter(|(shape, ..)| !tagged_words || shape.middle_is_whole());
@@ -1316,8 +1329,8 @@ fn the_test_at_start_of_experts_covers_both_stages() {
     assert!(formats.len() >= 11, "{formats:?}");
     for (index, format) in (0..).zip(formats) {
         let unit = format.codes().map_or(32, unit_cols);
-        let (rows, chosen) = ([1, 4, 2][index as usize % 3], [3, 2, 8][index as usize % 3]);
-        let sizes = [if index % 2 == 0 { 8u32 } else { 16 }, chosen, 4 * unit, 8 * unit];
+        let (rows, chosen) = ([1, 4, 5][index as usize % 3], [3, 2, 8][index as usize % 3]);
+        let sizes = [if index % 2 == 0 { 8u32 } else { 16 }, chosen, 4 * unit, rows.max(4) * 2 * unit];
         let shape = ExpertsShape { epilogue: Epilogue::Gated(Glu::Silu), ..shape(sizes, Some(32), true) };
         let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
         let floats = |stride: u32| Activations { range, stride };
@@ -1350,7 +1363,10 @@ fn the_test_at_start_of_experts_covers_both_stages() {
             shared: Some((floats(shape.hidden), tag(TAGS[3]))),
         };
         let flow = Flow { input_carried: true, input: TAGS[0], old: TAGS[2], output: Some(TAGS[3]) };
-        let calls = [mlp.few_gate_up(&mlp.gate_up[0], few(4, flow)), mlp.few_down(&mlp.down[0], few(chosen * 2, flow))];
+        let calls = [
+            mlp.few_gate_up(&mlp.gate_up[0], few(rows.max(4), flow)),
+            mlp.few_down(&mlp.down[0], few(chosen * 2, flow)),
+        ];
         for (stage, call) in calls.into_iter().enumerate() {
             assert_eq!(call.kernel, "expert_skinny.codes.ptx", "{format:?}");
             let probe = code_probe::probe(&call).expect("it reads codes");
@@ -1370,7 +1386,10 @@ fn the_test_at_start_of_experts_covers_both_stages() {
                     "sub.u32 %copies, %copies, 1;\nadd.u64 %from, %from, ",
                     "sub.u32 %copies, %copies, 1;\nadd.u64 %from, %from, 0; //",
                 ),
-                ("mad.lo.u32 %e2, %e2, %expert_blocks, %e1;", "mov.u32 %e2, %e1;"),
+                match stage {
+                    0 => ("mad.lo.u32 %e2, %e2, %expert_blocks, %copy_block;", "mov.u32 %e2, %copy_block;"),
+                    _ => ("mad.lo.u32 %e2, %e2, %expert_blocks, %e1;", "mov.u32 %e2, %e1;"),
+                },
                 match stage {
                     0 => ("ld.global.nc.f32 %factor, [%l0];", "mov.f32 %factor, 0f3f800000;"),
                     _ => ("ld.shared.f32 %factor_v, [", "ld.shared.f32 %factor_v, [4+"),
@@ -1441,13 +1460,19 @@ fn programs_of_experts_are_assembled_without_spilling() {
             [2, 1, 72, 10, 512, 1, 0, 2, 20],
             [3, 0, 8, 2, 4096, 1, 0, 0, 16],
             [1, 1, 8, 2, 14_336, 0, 1, 0, 20],
+            [8, 0, 512, 10, 4096, 2, 1, 0, 24],
+            [8, 1, 512, 10, 768, 2, 1, 2, 20],
+            [8, 0, 128, 8, 2048, 0, 1, 0, 16],
+            [6, 1, 128, 4, 2880, 0, 1, 1, 20],
         ] {
             if index % 3 > 0 && rows % 2 == 0 && !every_case() {
                 continue;
             }
+            let config = CodesPtxConfig { groups, slots: 3, workgroups: 132 };
+            let threads = codes_ptx::expert_threads(config, stage == 1);
             let constants = ExpertSkinnyConstants {
-                threads: (groups + 1) * 32,
-                lanes: (groups + 1) * 32,
+                threads,
+                lanes: threads,
                 stage,
                 count,
                 chosen,
@@ -1473,7 +1498,6 @@ fn programs_of_experts_are_assembled_without_spilling() {
                 codes: codes_word(format),
                 logit_scale: 1f32.to_bits(),
             };
-            let config = CodesPtxConfig { groups, slots: 3, workgroups: 132 };
             assert!(codes_ptx::serves_experts(format, &constants), "{format:?}, {constants:?}");
             let config = config.of_experts(2048, &constants).expect("a slot fits");
             let constants = ExpertSkinnyConstants { ahead: config.slots, ..constants };

@@ -483,6 +483,14 @@ impl Processor<'_> {
                     });
                 }
             }
+            ("red", ["shared", "or", "b32"]) => {
+                let (at, bits) = (self.address(warp, &operands[0]), of(1));
+                for lane in lanes() {
+                    let word = self.shared(at[lane], 4);
+                    let before = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+                    word.copy_from_slice(&(before | bits[lane] as u32).to_le_bytes());
+                }
+            }
             ("mbarrier", ["init", ..]) => {
                 let (at, count) = (self.address(warp, &operands[0]), of(1));
                 for lane in lanes() {

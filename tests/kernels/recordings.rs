@@ -1459,7 +1459,7 @@ fn hollow(folder: &Path, config: &serde_json::Value, tensors: &[(String, Vec<u64
 }
 
 /// Goal: steps of few rows of a model with codes use `skinny_codes.ptx` for all products, without barriers between the parts of a
-/// weight and without sums of parts of columns; with experts, up to as many rows as experts of codes take. Method: models of 4,096
+/// weight and without sums of parts of columns; with experts, up to as many rows as the kernels of their codes take. Method: models of 4,096
 /// hidden values, with query and key rows of four bits and value rows of six.
 #[test]
 fn few_rows_of_codes_use_programs_in_ptx_without_barriers_between_parts() {
@@ -1467,9 +1467,11 @@ fn few_rows_of_codes_use_programs_in_ptx_without_barriers_between_parts() {
     let folder = tempfile::tempdir().expect("a folder");
     let affine = |bits, group, minimum| Format::Codes(Codes { bits, group, number: Number::Affine, minimum });
     let (four, six) = (affine(4, 32, Minimum::Stored), affine(6, 16, Minimum::Zero { halves: 64 }));
-    for (class, model_type, experts, most) in
-        [("LlamaForCausalLM", "llama", 0, 8), ("MixtralForCausalLM", "mixtral", 2, 4)]
-    {
+    for (class, model_type, experts, expert_ptx, most) in [
+        ("LlamaForCausalLM", "llama", 0, true, 8),
+        ("MixtralForCausalLM", "mixtral", 2, true, 8),
+        ("MixtralForCausalLM", "mixtral", 2, false, 4),
+    ] {
         let config = serde_json::json!({
             "architectures": [class], "model_type": model_type, "hidden_size": 4096, "intermediate_size": 4096,
             "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 512,
@@ -1520,10 +1522,15 @@ fn few_rows_of_codes_use_programs_in_ptx_without_barriers_between_parts() {
         let mut decoder = Decoder { weights: &weights, ..emulated(&vulkan, Driver::first(), &checkpoint, way) };
         (decoder.tuning.fragments, decoder.tuning.ptx) = (Some(Matrices::Cooperative), true);
         (decoder.tuning.codes_ptx, decoder.tuning.processors) = (true, 132);
+        decoder.tuning.expert_ptx = expert_ptx;
         for rows in [1, 2, 4, 8, 16] {
             let recording = decoder.record(StepShape::Decode { rows });
             let calls: Vec<&Call> = layer_products(&recording).filter(|call| call.label.ends_with("qkv")).collect();
             assert_eq!(calls.len(), 4, "{class}, {rows} rows");
+            assert_eq!(tags::check(&recording), Ok(()), "{class}, {rows} rows");
+            let of_experts = layer_products(&recording).filter(|call| call.label.contains("experts."));
+            let by_programs = of_experts.filter(|call| call.kernel == "expert_skinny.codes.ptx").count();
+            assert_eq!(by_programs > 0, experts > 0 && expert_ptx && rows <= most, "{class}, {rows} rows");
             let as_ptx = calls.iter().all(|call| call.kernel == "skinny_codes.ptx");
             assert_eq!(as_ptx, rows <= most, "{class}, {rows} rows: {}", calls[0].kernel);
             let behind = recording

@@ -1,7 +1,7 @@
 //! `skinny_codes.ptx`: `skinny_codes` for 1 to 8 rows of x, as a program in PTX for NVIDIA GPUs of compute capability 9.0:
 //! `y = epilogue( W · prologue(x) )` for quantised weights in fragment order. The arguments, the prologue, the epilogue and the
 //! tags are those of `skinny_codes`; a program's text is made for the constants of a call. `expert_skinny.codes.ptx` is the same for the two
-//! products of experts, for 1 to 4 rows, with the arguments of `expert_skinny`; what only it has is in `experts`.
+//! products of experts, with the arguments of `expert_skinny`; what only it has is in `experts`.
 //!
 //! Affine codes are multiplied as 8-bit integers without signs by `mma.m16n8k32`, which SPIR-V reaches only with many instructions
 //! for each byte. The same bits of a word's four bytes are four codes of one row, so one instruction makes an operand of four codes
@@ -27,6 +27,7 @@
 //! again as soon as the group has multiplied its unit, also across blocks, and no registers hold weights on their way. Of several
 //! places, at least one stays empty until x has come: the more a waiting call copies, the later the call before it ends. A group
 //! stores its sums of a block in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
+//! In the first stage of experts, whose blocks have few units, four groups finish blocks in turns.
 //!
 //! If x of several rows does not fit in shared memory, each group's units are divided into *sections*: all blocks are multiplied
 //! with x of one section, then x of the next takes its place. Each block keeps its place of sums then, to which a section adds.
@@ -41,6 +42,8 @@
 //! another group of the workgroup ends after these.
 
 mod experts;
+
+pub use self::experts::{MOST_GROUPS as MOST_EXPERT_GROUPS, MOST_ROWS as MOST_EXPERT_ROWS};
 
 use self::experts::Experts;
 use super::codes::{CodesConfig, ProductColumns, skinny_codes, units};
@@ -100,11 +103,13 @@ impl CodesPtxConfig {
     pub fn of_experts(self, n: u32, constants: &ExpertSkinnyConstants) -> Option<CodesPtxConfig> {
         let shapes = (1..=self.slots).rev().map(|slots| CodesPtxConfig { slots, ..self });
         let fits = |shape: &CodesPtxConfig| {
-            let constants = ExpertSkinnyConstants { threads: (self.groups + 1) * 32, ahead: shape.slots, ..*constants };
+            let threads = expert_threads(self, constants.stage == 1);
+            let constants = ExpertSkinnyConstants { threads, ahead: shape.slots, ..*constants };
             let v = Variant::of_experts_call(&constants);
             let places = n.div_ceil(16).div_ceil(self.workgroups) <= v.most_expert_blocks();
             v.groups.is_multiple_of(v.splits())
                 && v.groups >= v.stored_rows
+                && v.threads() <= 1024
                 && places
                 && v.shared_bytes() <= MOST_SHARED_BYTES
         };
@@ -112,12 +117,16 @@ impl CodesPtxConfig {
     }
 }
 
+/// Returns the number of threads of a workgroup of `expert_skinny.codes.ptx` for a stage of experts.
+pub fn expert_threads(config: CodesPtxConfig, down: bool) -> u32 {
+    (config.groups + Experts::finishers(down)) * 32
+}
+
 /// Whether the program serves a stage of experts with these constants, of weights in this format, which [`serves`] must be true of.
 pub fn serves_experts(format: Format, constants: &ExpertSkinnyConstants) -> bool {
     let c = constants;
     serves(format)
-        && c.rows <= experts::MOST_ROWS
-        && c.rows * c.chosen <= experts::MOST_PAIRS
+        && c.rows <= MOST_EXPERT_ROWS
         && c.chosen <= experts::MOST_CHOSEN
         && c.shared != 1
         && c.columns.is_multiple_of(4)
@@ -155,6 +164,8 @@ pub fn skinny_codes_ptx(product: &Product, rows: u32, config: CodesPtxConfig, fl
 
 /// The maximum number of rows of x.
 pub const MOST_ROWS: u32 = 8;
+/// The most rows of x in a block of x.
+const BLOCK_ROWS: u32 = 4;
 /// The most groups of a workgroup that multiply.
 pub const MOST_GROUPS: u32 = 31;
 /// The most slots of a group.
@@ -185,7 +196,8 @@ const LEAST_SHARED_BYTES: u32 = 114 << 10;
 #[derive(Clone, Copy, Debug)]
 struct Variant {
     codes: Codes,
-    /// The number of rows of x that are multiplied: 1, 2, 4 or 8. Those from `stored_rows` on repeat the last one.
+    /// The number of rows of x in shared memory: 1, 2, 4 or 8. Those from `stored_rows` on repeat the last one. In the second stage
+    /// of experts, they are those of an entry of the list.
     rows: u32,
     /// The number of rows of y.
     stored_rows: u32,
@@ -214,12 +226,13 @@ impl Variant {
 
     fn of_experts_call(c: &ExpertSkinnyConstants) -> Variant {
         let codes = format_of_word(c.codes).codes().expect("a format of codes");
+        let rows = c.rows.next_power_of_two();
         Variant {
             codes,
-            rows: c.rows.next_power_of_two(),
+            rows: if c.stage == 0 { rows } else { rows.min(BLOCK_ROWS) },
             stored_rows: c.rows,
             sections: 1,
-            groups: c.threads / 32 - 1,
+            groups: c.threads / 32 - Experts::finishers(c.stage == 1),
             slots: c.ahead,
             units: c.columns.div_ceil(unit_cols(codes)),
             norm: c.stage == 0,
@@ -260,7 +273,12 @@ impl Variant {
     }
 
     fn threads(&self) -> u32 {
-        (self.groups + 1) * 32
+        (self.groups + self.finishers()) * 32
+    }
+
+    /// The number of groups of lanes that finish blocks, in turns.
+    fn finishers(&self) -> u32 {
+        self.experts.map_or(1, |experts| Experts::finishers(experts.down))
     }
 
     fn interface(&self) -> &'static shaders::Shader {
@@ -294,6 +312,11 @@ impl Variant {
             Some(experts) if experts.down => experts.splits(self.groups, self.units),
             _ => self.groups,
         }
+    }
+
+    /// Whether a section has sums of some rows only: in the second stage of experts, those that chose an expert.
+    fn adds_some_rows(&self) -> bool {
+        self.is_second_stage() && self.rows > 1
     }
 
     /// Whether two rows of W make one value of y.
@@ -342,10 +365,19 @@ impl Variant {
 
     /// The number of rows of x in a block of x, and of blocks for all rows.
     fn block_rows(&self) -> u32 {
-        self.rows.min(4)
+        self.rows.min(BLOCK_ROWS)
     }
+    /// Of experts, one block has the rows of an entry of the list.
     fn row_blocks(&self) -> u32 {
-        self.rows / self.block_rows()
+        if self.experts.is_some() { 1 } else { self.rows / self.block_rows() }
+    }
+    /// The number of rows that a place has sums of: of y or, in the first stage of experts, of an entry of the list.
+    fn sum_rows(&self) -> u32 {
+        match self.experts {
+            Some(experts) if experts.down => self.stored_rows.next_power_of_two(),
+            Some(_) => self.block_rows(),
+            None => self.rows,
+        }
     }
     /// The number of groups of columns of a set: a block of x has four pairs of columns, one for each row of x and group.
     fn set_groups(&self) -> u32 {
@@ -380,18 +412,26 @@ impl Variant {
         BLOCK_HEADER as u32 + self.units * self.unit_bytes()
     }
 
-    /// The number of passes in which the last group finishes a block of W: two rows of y each.
-    fn passes(&self) -> u32 {
-        self.stored_rows.div_ceil(2)
+    /// The number of rows that are finished.
+    fn finished_rows(&self) -> u32 {
+        self.stored_rows.min(self.sum_rows())
     }
-    /// Whether a pass has one row of y, which half of the lanes have: the last one of an odd number of rows.
+    /// The number of passes in which the last group finishes a block of W: two rows each.
+    fn passes(&self) -> u32 {
+        self.finished_rows().div_ceil(2)
+    }
+    /// Whether a pass has one row, which half of the lanes have: the last one of an odd number of rows.
     fn is_half(&self, pass: u32) -> bool {
-        2 * pass + 1 == self.stored_rows
+        2 * pass + 1 == self.finished_rows()
     }
     /// Whether a row of x has two columns of a block, high and low or most and rest: of four rows of floats, the rest would take as
     /// much shared memory again.
     fn has_two_columns(&self) -> bool {
         self.is_integer() || self.rows < 4
+    }
+    /// The bytes of the factors of a row and a group of columns.
+    fn factor_bytes(&self) -> u32 {
+        if self.is_integer() { 8 } else { 4 }
     }
     /// The bytes of a column of a block of x, of 32 columns of W.
     fn column_bytes(&self) -> u32 {
@@ -442,7 +482,7 @@ impl Variant {
         self.own_units().div_ceil(self.sections) * self.parts()
     }
     fn squares_at(&self) -> u32 {
-        self.sums_at() + PLACES * self.groups * self.rows * 64
+        self.sums_at() + PLACES * self.groups * self.sum_rows() * 64
     }
     fn full_places_at(&self) -> u32 {
         (self.squares_at() + self.rows * self.groups * 4).next_multiple_of(8)
@@ -454,7 +494,7 @@ impl Variant {
         (self.slot_barriers_at() + self.groups * self.slots * 8).next_multiple_of(16)
     }
     fn used_bytes(&self) -> u32 {
-        self.experts_at() + if self.experts.is_some() { Experts::bytes() } else { 0 }
+        self.experts_at() + self.experts.map_or(0, |experts| experts.bytes(self.stored_rows))
     }
     fn shared_bytes(&self) -> u32 {
         self.unused_bytes() + self.used_bytes()
@@ -506,7 +546,7 @@ impl Text {
             ".reg .pred %p<8>, %mine<4>, %half, %first, %lead;
 .reg .b16 %h<4>;
 .reg .b32 %r<16>, %q<8>, %w<32>, %a<4>, %b<8>, %c<8>, %x<{xs}>, %polls, %looks;
-.reg .b64 %l<4>, %from, %policy, %row<8>, %old_at<4>, %gains_at;
+.reg .b64 %l<4>, %from, %policy, %row<8>, %old_at<4>, %gains_at, %first_from;
 .reg .f32 %f<16>, %gain<{gains}>, %d<8>, %sum_u<2>, %sum_v<2>, %least_v<2>, %fx<2>, %fs<2>, %squares<8>, %factor, %bias_of_row, %norm_scale<4>;
 .reg .b32 %thread, %lane, %group, %g, %t, %base, %n, %k, %x_tag, %y_tag, %old_tag;
 .reg .b32 %own, %first_unit, %copies, %of_block, %slots, %slot_at, %barriers, %barrier_at, %phase, %left;
@@ -542,12 +582,15 @@ and.b32 %t, %lane, 3;
 mov.u32 %polls, 0;
 mov.u32 %turn, 0;
 setp.eq.u32 %lead, %lane, 0;
-setp.eq.u32 %p0, %group, {groups};
+setp.ge.u32 %p0, %group, {groups};
 @%p0 bra FINISHER;",
             groups = v.groups,
             unused = v.unused_bytes(),
         );
         self.begin_group();
+        if v.names_rows() {
+            line!(self, "bar.sync 0, {};", v.threads());
+        }
         if v.is_first_stage() {
             // x comes before the router's logits.
             self.begin_x();
@@ -643,7 +686,11 @@ sub.u32 %r0, %r0, 1;
 div.u32 %blocks, %r0, %r2;
 mul.lo.u32 %copies, %blocks, %own;
 mov.u32 %block, %blocks;
-mov.u32 %copied_section, 0;"
+mov.u32 %copied_section, 0;
+mul.wide.u32 %first_from, %first_unit, {unit_bytes};
+add.u64 %first_from, %first_from, %weight;
+add.u64 %first_from, %first_from, {BLOCK_HEADER};",
+            unit_bytes = v.unit_bytes(),
         );
         match v.experts {
             None => self.first_unit_of("%r1"),
@@ -654,11 +701,11 @@ mov.u32 %copied_section, 0;"
                     "mul.wide.u32 %header, %first_unit, {};\nadd.u64 %header, %header, {BLOCK_HEADER};",
                     v.unit_bytes()
                 );
-                self.source("%copied_section");
+                self.source();
             }
             Some(_) => {
-                line!(self, "mov.u32 %copy_block, %r1;");
-                self.source("%copy_block");
+                self.first_listed("%copy_entry", "%copy_block", 1);
+                self.source();
             }
         }
         if v.has_sections() {
@@ -672,18 +719,10 @@ createpolicy.fractional.L2::evict_first.b64 %policy;"
         );
     }
 
-    /// Sets %from to the group's first unit of a block of the weights' buffer. %l0 changes.
+    /// Sets %from to the group's first unit of a block of the weights' buffer.
     fn first_unit_of(&mut self, block: &str) {
-        line!(
-            self,
-            "mul.wide.u32 %from, {block}, {block_bytes};
-mul.wide.u32 %l0, %first_unit, {unit_bytes};
-add.u64 %from, %from, %l0;
-add.u64 %from, %from, %weight;
-add.u64 %from, %from, {BLOCK_HEADER};",
-            block_bytes = self.v.block_bytes(),
-            unit_bytes = self.v.unit_bytes(),
-        );
+        let block_bytes = self.v.block_bytes();
+        line!(self, "mul.wide.u32 %from, {block}, {block_bytes};\nadd.u64 %from, %from, %first_from;");
     }
 
     /// Returns the number of the last section: a number or a register.
@@ -771,8 +810,8 @@ setp.ne.u32 %p0, %of_block, 0;
             line!(self, "setp.eq.u32 %p0, %copies, 0;\n@%p0 bra NONE{label};");
         }
         if self.v.is_first_stage() {
-            line!(self, "mov.u32 %r0, %nctaid.x;\nadd.u32 %copy_block, %copy_block, %r0;");
-            self.source("%copy_block");
+            self.next_listed("%copy_entry", "%copy_block");
+            self.source();
             line!(self, "mov.u32 %of_block, %copies_of_section;\nNONE{label}:");
             return;
         }
@@ -797,7 +836,7 @@ mov.u32 %block, %blocks;"
         }
         if self.v.is_second_stage() {
             line!(self, "add.u32 %copied_section, %copied_section, 1;");
-            self.source("%copied_section");
+            self.source();
         }
         if self.v.sections > 1 {
             line!(
@@ -1029,7 +1068,16 @@ setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
         }
         for (i, part) in (0..).zip(parts) {
             for row in rows.clone() {
+                // x of rows that did not choose the expert is not multiplied: their sums are not added up.
+                let label = self.ptx.label();
+                let some = v.adds_some_rows();
+                if some {
+                    line!(self, "@!%chose{row} bra ABSENT{label};");
+                }
                 self.prepare_x((first_of(i, row), i * 4), part, row);
+                if some {
+                    line!(self, "ABSENT{label}:");
+                }
             }
         }
     }
@@ -1078,7 +1126,7 @@ fma.rn.f32 %f10, %f8, 0f00000000, %f10;",
             least = 1e-30f32.to_bits(),
         );
         let x_at = part * v.part_bytes() + row * v.row_bytes();
-        let factors_at = part * v.part_bytes() + v.x_bytes() + row * if v.is_integer() { 8 } else { 4 };
+        let factors_at = part * v.part_bytes() + v.x_bytes() + row * v.factor_bytes();
         if !v.is_integer() {
             for e in 0..4 {
                 line!(self, "mul.f32 %f{e}, %f{e}, %f9;");
@@ -1167,19 +1215,26 @@ shr.u32 %r1, %g, 1;
 and.b32 %r2, %r1, {last_row};
 shr.u32 %r1, %r1, {log_rows};
 and.b32 %r3, %g, 1;
-mad.lo.u32 %x_at, %r2, {row_bytes}, %own_x;
-mad.lo.u32 %x_at, %r3, {second_column}, %x_at;
+mad.lo.u32 %x_at, %r3, {second_column}, %own_x;
 mad.lo.u32 %x_at, %t, {quarter}, %x_at;
 add.u32 %factors_at, %own_x, {x_bytes};",
             scale_mask = v.set_groups() - 1,
             last_row = v.block_rows() - 1,
-            row_bytes = v.row_bytes(),
             second_column = v.row_bytes() - v.column_bytes(),
             quarter = v.column_bytes() / 4,
             x_bytes = v.x_bytes(),
         );
+        // Rows that an entry names are added for each block.
+        let named = v.is_first_stage() && v.names_rows();
+        if named {
+            line!(self, "mov.u32 %first_x, %x_at;\nmov.u32 %first_factors, %factors_at;\nmov.u32 %row_of_column, %r2;");
+        } else {
+            line!(self, "mad.lo.u32 %x_at, %r2, {}, %x_at;", v.row_bytes());
+        }
         if v.has_sets() {
-            line!(self, "mad.lo.u32 %factors_at, %t, 8, %factors_at;");
+            if !named {
+                line!(self, "mad.lo.u32 %factors_at, %t, 8, %factors_at;");
+            }
             if v.codes.group == 16 {
                 // Group %r1 is in block %r1 / 2, in the columns of two of the four lanes of a column.
                 line!(
@@ -1190,16 +1245,21 @@ setp.eq.u32 %half, %r0, %r3;
 shr.u32 %r1, %r1, 1;"
                 );
             }
-            line!(self, "mad.lo.u32 %x_at, %r1, {}, %x_at;", v.rows * v.row_bytes());
+            let first = if named { "%first_x" } else { "%x_at" };
+            line!(self, "mad.lo.u32 {first}, %r1, {}, {first};", v.rows * v.row_bytes());
             for c in 0..v.set_blocks() {
                 match v.codes.group {
                     16 => line!(self, "setp.eq.and.u32 %mine{c}, %r1, {c}, %half;"),
                     _ => line!(self, "setp.eq.u32 %mine{c}, %r1, {c};"),
                 }
             }
-        } else {
-            let bytes = if v.is_integer() { 8 } else { 4 };
-            line!(self, "and.b32 %r0, %t, {};\nmad.lo.u32 %factors_at, %r0, {bytes}, %factors_at;", v.block_rows() - 1);
+        } else if !named {
+            line!(
+                self,
+                "and.b32 %r0, %t, {};\nmad.lo.u32 %factors_at, %r0, {}, %factors_at;",
+                v.block_rows() - 1,
+                v.factor_bytes()
+            );
         }
         line!(self, "mov.u32 %slot_at, %slots;\nmov.u32 %barrier_at, %barriers;\nmov.u32 %phase, 0;");
     }
@@ -1207,7 +1267,14 @@ shr.u32 %r1, %r1, 1;"
     /// Computes the sums of the group's section of all blocks.
     fn products(&mut self) {
         let v = self.v;
+        let named = v.is_first_stage() && v.names_rows();
+        if named {
+            self.first_listed("%listed", "%of_listed", 1);
+        }
         line!(self, "BLOCK:");
+        if named {
+            self.named_rows();
+        }
         for of in 0..v.row_blocks() {
             line!(
                 self,
@@ -1271,7 +1338,7 @@ SUMMED:",
                 line!(self, "fma.rn.f32 %sum_v{of}, %sum_v{of}, {}, %least_v{of};", float(1.0 / v.times_of_v()));
             }
             if v.has_sets() {
-                for mask in [1, 2].into_iter().filter(|mask| *mask >= v.rows) {
+                for mask in [1, 2].into_iter().filter(|mask| *mask >= v.block_rows()) {
                     line!(
                         self,
                         "shfl.sync.bfly.b32 %f0, %sum_u{of}, {mask}, 31, 0xffffffff;
@@ -1303,18 +1370,24 @@ mad.lo.u32 %r0, %r0, {group_bytes}, %base;
 shr.u32 %r2, %lane, 3;
 mad.lo.u32 %r0, %r2, 16, %r0;
 bfe.u32 %r2, %lane, 2, 1;
-mad.lo.u32 %r0, %r2, 4, %r0;
-mad.lo.u32 %r0, %t, 64, %r0;
-setp.lt.u32 %p0, %t, {rows};",
+mad.lo.u32 %r0, %r2, 4, %r0;",
             groups = v.groups,
-            group_bytes = v.rows * 64,
-            rows = v.block_rows(),
+            group_bytes = v.sum_rows() * 64,
         );
+        match v.adds_some_rows() {
+            true => self.place_of_row(),
+            false => {
+                line!(self, "mad.lo.u32 %r0, %t, 64, %r0;\nsetp.lt.u32 %p0, %t, {};", v.block_rows());
+            }
+        }
         let sums = |of: u32| v.sums_at() + of * v.block_rows() * 64;
         let (mut full, mut arrives) = (String::new(), "%lead");
         if v.has_sections() {
             // All sections but the first add to the place; it is full with the last one.
-            line!(self, "setp.ne.and.u32 %p1, %section, 0, %p0;");
+            match v.adds_some_rows() {
+                true => line!(self, "and.pred %p1, %p0, %p0;"),
+                false => line!(self, "setp.ne.and.u32 %p1, %section, 0, %p0;"),
+            }
             for of in 0..v.row_blocks() {
                 for (sum, at) in [("%sum_u", sums(of)), ("%sum_v", sums(of) + 8)] {
                     line!(self, "@%p1 ld.shared.f32 %f0, [%r0+{at}];\n@%p1 add.f32 {sum}{of}, {sum}{of}, %f0;");
@@ -1338,7 +1411,10 @@ sub.u32 %r1, %r1, {places};
 @{arrives} mbarrier.arrive.shared::cta.b64 _, [%r1];",
             places = PLACES * 8,
         );
-        self.next_turn("BLOCK");
+        if named {
+            self.next_listed("%listed", "%of_listed");
+        }
+        self.next_turn("BLOCK", 1);
     }
 
     /// Sets %r0 to the place of the block's sums, %r1 to the barrier that says when it is full, and %r2 to the barrier's phase.
@@ -1369,7 +1445,8 @@ and.b32 %r2, %r2, 1;",
             // The first of the set's blocks in the 128 columns, and whether it is the second half of one.
             let first_column = of_part * v.set_groups() * codes.group;
             let (block, second) = (first_column / 32, !first_column.is_multiple_of(32));
-            let (x, factors) = (part + block * block_bytes, part + of_part * 32 * v.row_blocks());
+            let set_factors = v.set_groups() * v.rows * v.factor_bytes();
+            let (x, factors) = (part + block * block_bytes, part + of_part * set_factors);
             let of_rows = |of: u32| of * v.block_rows() * v.row_bytes();
             line!(self, "ld.shared.b32 %q2, [%r14+{scale}];");
             if codes.minimum == Minimum::Stored {
@@ -1612,9 +1689,9 @@ lop3.b32 %a{to}, %r6, %r7, %r{negative}, 0xd8;"
         line!(self, "mov.u32 %r0, %nctaid.x;\nmov.u32 %r1, %ctaid.x;\nmad.lo.u32 %r0, %turn, %r0, %r1;");
     }
 
-    /// Goes on with the workgroup's next block at `label`, if there is one.
-    fn next_turn(&mut self, label: &str) {
-        line!(self, "add.u32 %turn, %turn, 1;");
+    /// Goes on at `label` with the workgroup's block that is `turns` later, if there is one.
+    fn next_turn(&mut self, label: &str, turns: u32) {
+        line!(self, "add.u32 %turn, %turn, {turns};");
         self.block();
         line!(self, "setp.lt.u32 %p0, %r0, %total_blocks;\n@%p0 bra {label};");
     }
@@ -1623,7 +1700,7 @@ lop3.b32 %a{to}, %r6, %r7, %r{negative}, 0xd8;"
     /// one row of x half of the groups each, of several rows two rows of y in a pass.
     fn finisher(&mut self) {
         let v = self.v;
-        line!(self, "@!%lead bra READY;");
+        line!(self, "sub.u32 %turn, %group, {};\nsetp.eq.and.u32 %p0, %turn, 0, %lead;\n@!%p0 bra READY;", v.groups);
         for place in 0..PLACES {
             let full = v.full_places_at() + place * 8;
             line!(
@@ -1642,8 +1719,11 @@ setp.lt.u32 %first, %lane, 16;
 // The lane's turn among the two rows of y of a pass.
 shr.u32 %g, %lane, 4;"
         );
+        if v.names_rows() {
+            self.clear_choices();
+        }
         match v.experts.is_some() {
-            true => self.make_list(),
+            true => self.list_of_finishers(),
             false => line!(
                 self,
                 "bar.sync 0, {};
@@ -1654,7 +1734,7 @@ shr.u32 %total_blocks, %total_blocks, 4;",
         }
         for pass in 0..v.passes() {
             line!(self, "mov.f32 %norm_scale{pass}, 0f00000000;\nmov.u64 %row{pass}, %y;");
-            if v.rows > 1 {
+            if v.stored_rows > 1 && !(v.is_first_stage() && v.names_rows()) {
                 line!(
                     self,
                     "ld.param.u32 %r0, [args+{stride}];
@@ -1667,15 +1747,23 @@ add.u64 %row{pass}, %row{pass}, %l0;",
                 );
             }
         }
+        if v.finishers() > 1 {
+            self.block();
+            line!(self, "setp.ge.u32 %p0, %r0, %total_blocks;\n@%p0 bra FINISHED;");
+        }
+        if v.is_first_stage() {
+            self.first_listed("%listed", "%of_listed", v.finishers());
+        }
         line!(self, "FINISH:");
-        self.block();
-        line!(self, "and.b32 %r1, %lane, 15;\nmul.wide.u32 %l1, %r1, 4;");
         let mut of_block = "%r0";
         if v.is_first_stage() {
-            self.listed_block("%r0");
-            line!(self, "mov.u32 %listed, %e3;\nmov.u32 %r0, %e1;");
+            self.block_in_buffer("%listed", "%of_listed");
+            line!(self, "mov.u32 %r0, %of_listed;");
             of_block = "%e2";
+        } else {
+            self.block();
         }
+        line!(self, "and.b32 %r1, %lane, 15;\nmul.wide.u32 %l1, %r1, 4;");
         line!(
             self,
             "// %r5 is the row of W, and %l1 the offset of its result in a row of y or, if it does not exist, that of the last one.
@@ -1734,42 +1822,33 @@ mov.u32 %shared{pass}, %e1;"
             self,
             "mad.lo.u32 %r4, %r0, {place_bytes}, %base;
 mad.lo.u32 %r4, %lane, 4, %r4;",
-            place_bytes = v.groups * v.rows * 64
+            place_bytes = v.groups * v.sum_rows() * 64
         );
         for pass in 0..v.passes() {
             line!(self, "mov.f32 %d{pass}, 0f00000000;");
         }
         // With one row of x, half of the lanes add up every second group; that half has one group more, or one fewer.
-        let step = if v.rows == 1 { 2 } else { 1 };
+        let step = if v.sum_rows() == 1 { 2 } else { 1 };
         for group in (0..v.groups).step_by(step) {
             let there = if step == 2 && group + 1 == v.groups { "@%first " } else { "" };
             for pass in 0..v.passes() {
-                let at = v.sums_at() + group * v.rows * 64 + pass * 128;
+                let at = v.sums_at() + group * v.sum_rows() * 64 + pass * 128;
                 line!(self, "{there}ld.shared.f32 %f1, [%r4+{at}];\n{there}add.f32 %d{pass}, %d{pass}, %f1;");
             }
         }
-        if v.rows == 1 {
+        if v.sum_rows() == 1 {
             line!(self, "shfl.sync.bfly.b32 %f1, %d0, 16, 31, 0xffffffff;\nadd.f32 %d0, %d0, %f1;");
         }
         if v.norm {
-            line!(self, "setp.ne.u32 %p0, %turn, 0;\n@%p0 bra NORMED;");
-            let of_lane = if v.rows == 1 { 0 } else { v.groups * 4 };
-            line!(self, "mad.lo.u32 %r2, %g, {of_lane}, %base;");
-            for pass in 0..v.passes() {
-                line!(self, "mov.f32 %f2, 0f00000000;");
-                for group in 0..v.groups {
-                    let at = v.squares_at() + (2 * pass * v.groups + group) * 4;
-                    line!(self, "ld.shared.f32 %f1, [%r2+{at}];\nadd.f32 %f2, %f2, %f1;");
+            line!(self, "setp.ge.u32 %p0, %turn, {};\n@%p0 bra NORMED;", v.finishers());
+            if v.names_rows() {
+                self.norm_scales();
+            } else {
+                let of_lane = if v.rows == 1 { 0 } else { v.groups * 4 };
+                line!(self, "mad.lo.u32 %r2, %g, {of_lane}, %base;");
+                for pass in 0..v.passes() {
+                    self.norm_scale(2 * pass, &format!("%norm_scale{pass}"));
                 }
-                line!(
-                    self,
-                    "cvt.rn.f32.u32 %f1, %k;
-div.rn.f32 %f2, %f2, %f1;
-ld.param.f32 %f1, [args+{epsilon}];
-add.f32 %f2, %f2, %f1;
-rsqrt.approx.f32 %norm_scale{pass}, %f2;",
-                    epsilon = v.argument("epsilon"),
-                );
             }
             line!(self, "NORMED:");
         }
@@ -1795,12 +1874,38 @@ mul.wide.u32 %l1, %r0, 4;"
         for pass in 0..v.passes() {
             self.finish(pass);
         }
-        self.next_turn("FINISH");
+        if v.is_first_stage() {
+            self.next_listed("%listed", "%of_listed");
+        }
+        self.next_turn("FINISH", v.finishers());
+        line!(self, "FINISHED:");
+    }
+
+    /// Sets the register `to` to the factor of a row's norm: of the row of x `row` whose groups' sums of squares begin behind %r2.
+    fn norm_scale(&mut self, row: u32, to: &str) {
+        let v = self.v;
+        line!(self, "mov.f32 %f2, 0f00000000;");
+        for group in 0..v.groups {
+            let at = v.squares_at() + (row * v.groups + group) * 4;
+            line!(self, "ld.shared.f32 %f1, [%r2+{at}];\nadd.f32 %f2, %f2, %f1;");
+        }
+        line!(
+            self,
+            "cvt.rn.f32.u32 %f1, %k;
+div.rn.f32 %f2, %f2, %f1;
+ld.param.f32 %f1, [args+{epsilon}];
+add.f32 %f2, %f2, %f1;
+rsqrt.approx.f32 {to}, %f2;",
+            epsilon = v.argument("epsilon"),
+        );
     }
 
     /// Finishes the sums of a pass and stores them at offset %l1 of its rows of y, where %p1 holds.
     fn finish(&mut self, pass: u32) {
         let v = self.v;
+        if v.is_first_stage() && v.names_rows() {
+            self.row_of_pass(pass);
+        }
         if v.norm {
             line!(self, "mul.f32 %d{pass}, %d{pass}, %norm_scale{pass};");
         }

@@ -17,6 +17,7 @@ use crate::kernels::stream::{self, Beside, Branch, BranchFlow};
 use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
+use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{self, Experts};
 use crate::quant::Codes;
 use std::cmp::Reverse;
@@ -60,16 +61,29 @@ impl Decoder<'_> {
 
     /// Returns the workgroups of `expert_skinny.codes.ptx` for the two stages of few rows, if it may compute them.
     fn expert_programs(&self, mlp: &Mlp) -> [Option<CodesPtxConfig>; 2] {
+        [(&mlp.gate_up, false), (&mlp.down, true)]
+            .map(|(stacks, down)| self.expert_program(stacks[0].matrix.format, mlp.shape, down))
+    }
+
+    /// Returns the workgroups of `expert_skinny.codes.ptx` for a stage with weights in a format, if it may compute it.
+    fn expert_program(&self, format: Format, shape: moe::ExpertsShape, down: bool) -> Option<CodesPtxConfig> {
         let t = &self.tuning;
-        let chosen = mlp.shape.chosen;
-        [(&mlp.gate_up, false), (&mlp.down, true)].map(|(stacks, down)| {
-            let Matrix { format, cols, .. } = stacks[0].matrix;
-            let codes =
-                format.codes().filter(|_| t.ptx && t.expert_ptx && t.fragments == Some(Matrices::Cooperative))?;
-            let n = if down { mlp.shape.hidden } else { mlp.shape.first_rows(mlp.shape.inner) };
-            let (units, processors) = (cols.div_ceil(unit_cols(codes)), t.processors.max(1));
-            let rule = || expert_rule(codes, units, chosen, down, processors);
-            Some(t.expert_ptx_shapes.get(&(codes.bits, n, cols)).copied().unwrap_or_else(rule))
+        let codes = format.codes().filter(|_| t.ptx && t.expert_ptx && t.fragments == Some(Matrices::Cooperative))?;
+        let (n, cols) = shape.matrix(down);
+        let (units, processors) = (cols.div_ceil(unit_cols(codes)), t.processors.max(1));
+        let rule = || expert_rule(codes, units, shape.chosen, down, processors);
+        Some(t.expert_ptx_shapes.get(&(codes.bits, n, cols)).copied().unwrap_or_else(rule))
+    }
+
+    /// Whether `expert_skinny.codes.ptx` multiplies the experts of a weight with a number of rows.
+    pub(super) fn programs_serve(&self, weight: &WeightSpec, rows: u32) -> bool {
+        // A block that drafts is not divided among devices.
+        let experts = if weight.is_mtp() { self.config.mtp_experts } else { self.config.experts };
+        experts.is_some_and(|experts| {
+            let (shape, down) = (self.expert_shape(experts), weight.merged.ends_with("experts.down"));
+            let program = self.expert_program(weight.format, shape, down);
+            let serves = |program| shape.program_serves(program, weight.format, rows, down);
+            self.chooses_alone() && program.is_some_and(serves)
         })
     }
 

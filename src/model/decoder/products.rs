@@ -198,8 +198,8 @@ impl Decoder<'_> {
             && rows <= codes_ptx::MOST_ROWS
             && codes_ptx::serves(weight.format);
         let codes = weight.format.codes().filter(|_| served && self.tuning.fragments == Some(Matrices::Cooperative))?;
-        // Eight rows are faster packed.
-        if codes.number == Number::E2m1 && rows > MOST_CODES_ROWS {
+        // Eight rows are faster packed, unless experts have to be sorted then.
+        if codes.number == Number::E2m1 && rows > MOST_CODES_ROWS && self.config.experts.is_none() {
             return None;
         }
         let units = codes::units(weight);
@@ -261,6 +261,9 @@ impl Decoder<'_> {
     /// output, have none, so that even one row is packed if such an input is larger than shared memory.
     fn codes_fit(&self, rows: u32) -> bool {
         let fits = |w: &WeightSpec| {
+            if rows > MOST_CODES_ROWS && self.expert_rows(w).is_some() {
+                return self.programs_serve(w, rows);
+            }
             let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
             let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
             let whole = |matrices| self.column_parts(&weight, rows, matrices) == 1;
@@ -270,9 +273,7 @@ impl Decoder<'_> {
                 _ => w.format.codes().is_none() || self.codes_ptx_config(&weight, rows).is_some(),
             }
         };
-        // Experts of codes take at most as many rows unpacked.
-        let most = if self.config.experts.is_some() { MOST_CODES_ROWS } else { MOST_SKINNY_ROWS };
-        rows <= most && self.weights.iter().all(fits)
+        rows <= MOST_SKINNY_ROWS && self.weights.iter().all(fits)
     }
 
     /// Whether a weight is the output projection of a state space, whose input has a norm over the whole row.
@@ -972,8 +973,7 @@ fn codes_rule(
         (Matrices::Cooperative, _) => (256, 2, words, 2),
     };
     let threads: u32 = match (matrices, rows, units) {
-        // Workgroups of four lane groups gave NaN in whole rows of x here on an H100 and an H200 (4 rows, 4 units of codes
-        // without stored minimums), for a reason that is not known; half of eight lane groups multiplies zeros instead.
+        // Half of eight lane groups multiplies zeros: with four groups, an earlier form of the kernel gave NaN on an H100.
         (Matrices::Cooperative, 2.., 3..=4) => threads,
         _ => threads.min(units.next_power_of_two() * 32),
     };

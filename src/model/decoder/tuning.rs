@@ -326,7 +326,8 @@ impl Tuning {
             let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
             let (Ok(shape), &[groups, slots, each]) = (shape, &numbers[..]) else { return false };
             let &[bits, rows, cols] = &shape[..] else { return false };
-            if !(1..=codes_ptx::MOST_GROUPS).contains(&groups) || !(1..=codes_ptx::MOST_SLOTS).contains(&slots) {
+            let most = if of_experts.is_some() { codes_ptx::MOST_EXPERT_GROUPS } else { codes_ptx::MOST_GROUPS };
+            if !(1..=most).contains(&groups) || !(1..=codes_ptx::MOST_SLOTS).contains(&slots) {
                 return false;
             }
             let workgroups = each.max(1).saturating_mul(self.processors);

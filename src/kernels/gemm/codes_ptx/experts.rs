@@ -2,32 +2,44 @@
 //! those that any row chose, and which blocks and columns a workgroup multiplies.
 //!
 //! Each workgroup chooses for itself, as in `choose.glsl`: the group of lanes `groups - r` for row r, so that the last group
-//! chooses for one row while the others prepare x. An entry of the list is an expert's number in the weights' buffer, and for each
-//! row the place of the expert among the row's choices, or [`NO_CHOICE`].
+//! chooses for one row while the others prepare x. An entry of the list is an expert's number in the weights' buffer, and the rows
+//! that chose it: for each of four rows the place of the expert among the row's choices, or [`NO_CHOICE`]. With more than four rows,
+//! or more than 32 choices of all rows, a row's choice sets its bit in the expert's word of `chosen`, and the last group then makes
+//! an entry for each four rows of an expert, which has the rows' numbers too ([`Variant::names_rows`]).
 //!
-//! Gate and up (stage 0): the blocks of all listed experts one after the other, with x of all rows; a row's sums for an expert that
-//! it did not choose are not stored. Down (stage 1): the groups of lanes are divided among `at_once` listed experts, and those of
-//! one expert share its columns; an expert's sums are multiplied by the factors of its rows in the group, and the last group adds
-//! up those of all. More experts than `at_once` are sections, as those of long rows in `skinny_codes.ptx`.
+//! Gate and up (stage 0): the blocks of all entries one after the other, with x of the entry's rows; a row's sums for an expert that
+//! it did not choose are not stored. Down (stage 1): the groups of lanes are divided among the experts of `at_once` entries, and those
+//! of one entry share its columns; an expert's sums are multiplied by the factors of its rows in the group, and the last group adds
+//! up those of all. More entries than `at_once` are sections, as those of long rows in `skinny_codes.ptx`.
 
-use super::{Text, Variant};
+use super::{BLOCK_ROWS, Text, Variant};
 use crate::kernels::ptx::{float, line};
 use crate::kernels::shaders::ExpertSkinnyConstants;
 use crate::memory::pack::FRAGMENT_COLS;
 use crate::memory::pack::codes::unit_cols;
 
-/// The most pairs of a row of x and one of its choices.
-pub(super) const MOST_PAIRS: u32 = 32;
+/// The most pairs of a row of x and one of its choices for which each lane of a group has one.
+const MOST_PAIRS: u32 = 32;
 /// The most rows of x.
-pub(super) const MOST_ROWS: u32 = 4;
+pub const MOST_ROWS: u32 = 8;
 /// The most choices of a row.
 pub(super) const MOST_CHOSEN: u32 = 16;
 /// The most candidates of a lane whose biases are loaded before the logits come.
 const MOST_EARLY_BIASES: u32 = 8;
 /// The place of an expert that a row did not choose.
 const NO_CHOICE: u32 = u32::MAX;
-/// The bytes of an entry of the list; the places are behind its first 16.
+/// The same in an entry that names its rows: as if it were that of row 0.
+const NO_NAMED_CHOICE: u32 = (1 << ROW_SHIFT) - 1;
+/// The bytes of an entry of the list; the places are behind its first 16. Those of entries that name their rows have a row's number
+/// from bit `ROW_SHIFT` on.
 const ENTRY_BYTES: u32 = 32;
+const ROW_SHIFT: u32 = 8;
+/// A word of `chosen` has a bit for each row, and from this bit on the number of the expert's first entry.
+const FIRST_ENTRY_SHIFT: u32 = 16;
+/// The groups of lanes of the first stage that finish blocks, in turns: it has a block of few units for each expert.
+const FINISHERS: u32 = 4;
+/// The most groups of lanes that multiply: a workgroup has at most 32.
+pub const MOST_GROUPS: u32 = 32 - FINISHERS;
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
 /// What a program for experts is made for besides.
@@ -88,29 +100,72 @@ impl Experts {
         self.count.div_ceil(32)
     }
 
-    /// The bytes of what a workgroup knows about its experts: the list, its length, and for each row the choices, their shares and
-    /// the gate.
-    pub(super) fn bytes() -> u32 {
-        MOST_PAIRS * ENTRY_BYTES + 16 + MOST_ROWS * (MOST_CHOSEN * 8 + 4)
+    /// Returns the number of groups of lanes that finish blocks.
+    pub(super) fn finishers(down: bool) -> u32 {
+        if down { 1 } else { FINISHERS }
+    }
+
+    /// See [`Variant::names_rows`].
+    fn names_rows(&self, rows: u32) -> bool {
+        rows > BLOCK_ROWS || rows * self.chosen > MOST_PAIRS
+    }
+
+    fn places(&self, rows: u32) -> Places {
+        let names = self.names_rows(rows);
+        let (entries, rows) = if names { (rows * self.chosen, rows) } else { (MOST_PAIRS, BLOCK_ROWS) };
+        let distinct = entries * ENTRY_BYTES;
+        let ids = distinct + 16;
+        let shares = ids + rows * MOST_CHOSEN * 4;
+        let gates = shares + rows * MOST_CHOSEN * 4;
+        let norms = gates + rows * 4;
+        let chosen = (norms + if names { rows * 4 } else { 0 }).next_multiple_of(16);
+        let end = chosen + if names { self.candidates() * 128 } else { 0 };
+        Places { list: 0, distinct, ids, shares, gates, norms, chosen, end }
+    }
+
+    /// The bytes of what a workgroup knows about its experts.
+    pub(super) fn bytes(&self, rows: u32) -> u32 {
+        self.places(rows).end
     }
 }
 
-/// Where the parts of [`Experts::bytes`] begin.
+/// Where the parts of what a workgroup knows about its experts begin in shared memory: the list, its length, for each row the
+/// choices, their shares, the gate and the factor of the norm, and the rows that chose each expert.
 struct Places {
     list: u32,
     distinct: u32,
     ids: u32,
     shares: u32,
     gates: u32,
+    norms: u32,
+    chosen: u32,
+    end: u32,
 }
 
 impl Variant {
     fn places(&self) -> Places {
-        let list = self.experts_at();
-        let distinct = list + MOST_PAIRS * ENTRY_BYTES;
-        let ids = distinct + 16;
-        let shares = ids + MOST_ROWS * MOST_CHOSEN * 4;
-        Places { list, distinct, ids, shares, gates: shares + MOST_ROWS * MOST_CHOSEN * 4 }
+        let at = self.experts_at();
+        let of = self.of_experts().places(self.stored_rows);
+        Places {
+            list: at,
+            distinct: at + of.distinct,
+            ids: at + of.ids,
+            shares: at + of.shares,
+            gates: at + of.gates,
+            norms: at + of.norms,
+            chosen: at + of.chosen,
+            end: at + of.end,
+        }
+    }
+
+    /// What an entry has in place of a choice.
+    fn no_choice(&self) -> u32 {
+        if self.names_rows() { NO_NAMED_CHOICE } else { NO_CHOICE }
+    }
+
+    /// Whether the entries of the list have the numbers of their rows: an entry has four rows at most, and each lane one choice.
+    pub(super) fn names_rows(&self) -> bool {
+        self.experts.is_some_and(|experts| experts.names_rows(self.stored_rows))
     }
 
     /// The number of experts that the groups of lanes multiply at once in the second stage.
@@ -149,8 +204,23 @@ impl Text {
         self.listed();
     }
 
-    /// Chooses for the first row and lists the experts, with the last group of lanes.
-    pub(super) fn make_list(&mut self) {
+    /// Lists the experts with the groups of lanes that finish blocks: the first of them chooses for the first row and makes the list.
+    pub(super) fn list_of_finishers(&mut self) {
+        let v = self.v;
+        if v.finishers() > 1 {
+            line!(self, "setp.eq.u32 %p0, %turn, 0;\n@%p0 bra MAKELIST;");
+            if v.stored_rows > 1 {
+                line!(self, "bar.sync 0, {};", v.threads());
+            }
+            line!(self, "bra LISTED;\nMAKELIST:");
+        }
+        self.make_list();
+        line!(self, "LISTED:");
+        self.listed();
+    }
+
+    /// Chooses for the first row and makes the list.
+    fn make_list(&mut self) {
         let v = self.v;
         let e = v.of_experts();
         line!(self, "mov.u32 %e0, 0;");
@@ -158,6 +228,9 @@ impl Text {
         match v.stored_rows {
             1 => line!(self, "bar.warp.sync 0xffffffff;"),
             _ => line!(self, "bar.sync 0, {};", v.threads()),
+        }
+        if v.names_rows() {
+            return self.make_entries();
         }
         let Places { list, distinct, ids, .. } = v.places();
         // A lane has a pair of row %e1 and its choice %e2. Lanes without one, or with an expert that is elsewhere, have numbers
@@ -214,7 +287,224 @@ mad.lo.u32 %e6, %e1, 4, %e6;
 @%p1 st.shared.u32 [%e6+{choices}], %e2;",
             choices = list + 16,
         );
-        self.listed();
+    }
+
+    /// Sets the words of `chosen` to 0, with all groups of lanes that finish blocks, before any group chooses.
+    pub(super) fn clear_choices(&mut self) {
+        let v = self.v;
+        let chosen = v.places().chosen;
+        line!(self, "mov.u32 %e0, 0;\nmad.lo.u32 %e1, %lane, 4, %base;");
+        for i in 0..v.of_experts().candidates() {
+            line!(self, "st.shared.u32 [%e1+{}], %e0;", chosen + i * 128);
+        }
+        line!(self, "bar.sync 0, {};", v.threads());
+    }
+
+    /// Makes the entries, which name their rows, from the words of `chosen`, with the last group of lanes. An expert has as many
+    /// entries as it needs for its rows, and the experts are in order.
+    fn make_entries(&mut self) {
+        let v = self.v;
+        let e = v.of_experts();
+        let Places { list, distinct, ids, chosen, .. } = v.places();
+        let most_entries = v.stored_rows.div_ceil(BLOCK_ROWS);
+        line!(
+            self,
+            "mov.u32 %e0, 1;
+shl.b32 %e0, %e0, %lane;
+sub.u32 %e0, %e0, 1;
+mov.u32 %distinct, 0;
+mov.u32 %listed, {NO_NAMED_CHOICE};"
+        );
+        for i in 0..e.candidates() {
+            // %e2: the lane's expert in the weights' buffer. %e1: its rows.
+            line!(
+                self,
+                "mad.lo.u32 %e3, %lane, 4, %base;
+ld.shared.u32 %e1, [%e3+{at}];
+add.u32 %e2, %lane, {of_lane};",
+                at = chosen + i * 128,
+                of_lane = (i * 32).wrapping_sub(e.first),
+            );
+            if e.part > 0 {
+                line!(self, "setp.lt.u32 %p1, %e2, {};\nselp.b32 %e1, %e1, 0, %p1;", e.part);
+            }
+            // %e4: the number of the expert's first entry, behind those of lower lanes.
+            line!(self, "popc.b32 %e5, %e1;\nmov.u32 %e4, %distinct;");
+            for entry in 0..most_entries {
+                line!(
+                    self,
+                    "setp.gt.u32 %p{has}, %e5, {before};
+vote.sync.ballot.b32 %e6, %p{has}, 0xffffffff;
+popc.b32 %e7, %e6;
+add.u32 %distinct, %distinct, %e7;
+and.b32 %e6, %e6, %e0;
+popc.b32 %e6, %e6;
+add.u32 %e4, %e4, %e6;",
+                    has = entry + 1,
+                    before = entry * BLOCK_ROWS,
+                );
+            }
+            line!(
+                self,
+                "shl.b32 %e6, %e4, {FIRST_ENTRY_SHIFT};
+or.b32 %e1, %e1, %e6;
+st.shared.u32 [%e3+{at}], %e1;
+mad.lo.u32 %e4, %e4, {ENTRY_BYTES}, %base;",
+                at = chosen + i * 128,
+            );
+            for entry in 0..most_entries {
+                let at = list + entry * ENTRY_BYTES;
+                line!(
+                    self,
+                    "@%p{has} st.shared.u32 [%e4+{at}], %e2;
+@%p{has} st.shared.v4.u32 [%e4+{places}], {{%listed, %listed, %listed, %listed}};",
+                    has = entry + 1,
+                    places = at + 16,
+                );
+            }
+        }
+        line!(self, "@%lead st.shared.u32 [%base+{distinct}], %distinct;\nbar.warp.sync 0xffffffff;");
+        let pairs = v.stored_rows * e.chosen;
+        for first in (0..pairs).step_by(32) {
+            // A lane has a pair of row %e1 and its choice %e2, of expert %e3.
+            line!(
+                self,
+                "add.u32 %e4, %lane, {first};
+setp.lt.u32 %p1, %e4, {pairs};
+div.u32 %e1, %e4, {chosen};
+mul.lo.u32 %e2, %e1, {chosen};
+sub.u32 %e2, %e4, %e2;
+mad.lo.u32 %e4, %e1, {row_bytes}, %base;
+mad.lo.u32 %e4, %e2, 4, %e4;
+mov.u32 %e3, 0;
+@%p1 ld.shared.u32 %e3, [%e4+{ids}];",
+                chosen = e.chosen,
+                row_bytes = MOST_CHOSEN * 4,
+            );
+            if e.part > 0 {
+                line!(self, "sub.u32 %e4, %e3, {};\nsetp.lt.and.u32 %p1, %e4, {}, %p1;", e.first, e.part);
+            }
+            // %e6: the number of the expert's rows before this one.
+            line!(
+                self,
+                "mad.lo.u32 %e4, %e3, 4, %base;
+ld.shared.u32 %e4, [%e4+{chosen}];
+mov.u32 %e6, 1;
+shl.b32 %e6, %e6, %e1;
+sub.u32 %e6, %e6, 1;
+and.b32 %e6, %e6, %e4;
+popc.b32 %e6, %e6;
+shr.u32 %e4, %e4, {FIRST_ENTRY_SHIFT};
+shr.u32 %e5, %e6, {entry_shift};
+add.u32 %e4, %e4, %e5;
+and.b32 %e6, %e6, {last};
+mad.lo.u32 %e4, %e4, {ENTRY_BYTES}, %base;
+mad.lo.u32 %e4, %e6, 4, %e4;
+shl.b32 %e1, %e1, {ROW_SHIFT};
+or.b32 %e1, %e1, %e2;
+@%p1 st.shared.u32 [%e4+{places}], %e1;",
+                entry_shift = BLOCK_ROWS.ilog2(),
+                last = BLOCK_ROWS - 1,
+                places = list + 16,
+            );
+        }
+    }
+
+    /// Sets the register `to` to the row that place `place` of the entry at `entry` names, or to 0 if it names none.
+    fn named_row(&mut self, entry: &str, place: &str, to: &str) {
+        line!(
+            self,
+            "mad.lo.u32 {to}, {place}, 4, {entry};
+ld.shared.u32 {to}, [{to}+{places}];
+shr.u32 {to}, {to}, {ROW_SHIFT};",
+            places = self.v.places().list + 16,
+        );
+    }
+
+    /// Sets %x_at and %factors_at to x of the rows that the entry of the turn's block names: in the first stage.
+    pub(super) fn named_rows(&mut self) {
+        let v = self.v;
+        self.named_row("%listed", "%row_of_column", "%e1");
+        self.named_row("%listed", "%t", "%e2");
+        line!(
+            self,
+            "mad.lo.u32 %x_at, %e1, {}, %first_x;\nmad.lo.u32 %factors_at, %e2, {}, %first_factors;",
+            v.row_bytes(),
+            v.factor_bytes()
+        );
+    }
+
+    /// Sets %r0, the group's sums of a block, to those of the row of the lane's place in the section's entry; %p0 says whether there is
+    /// one. In the first section of the second stage, all rows' sums become 0 first. %e0, %e1 and %p1 change.
+    pub(super) fn place_of_row(&mut self) {
+        let v = self.v;
+        let label = self.ptx.label();
+        line!(
+            self,
+            "setp.ne.u32 %p0, %section, 0;
+@%p0 bra CLEARED{label};
+shr.u32 %e0, %lane, 3;
+mul.lo.u32 %e0, %e0, 16;
+bfe.u32 %e1, %lane, 2, 1;
+mad.lo.u32 %e0, %e1, 4, %e0;
+sub.u32 %e0, %r0, %e0;
+mad.lo.u32 %e0, %lane, 8, %e0;
+mov.u32 %e1, 0;"
+        );
+        // Lanes store 8 bytes each.
+        line!(self, "setp.lt.u32 %p1, %lane, {};", v.sum_rows() * 8);
+        for four in 0..v.sum_rows().div_ceil(BLOCK_ROWS) {
+            line!(self, "@%p1 st.shared.v2.u32 [%e0+{}], {{%e1, %e1}};", v.sums_at() + four * BLOCK_ROWS * 64);
+        }
+        line!(
+            self,
+            "bar.warp.sync 0xffffffff;
+CLEARED{label}:
+setp.lt.u32 %p1, %t, {};
+setp.ne.and.u32 %p0, %named, {}, %p1;",
+            v.block_rows(),
+            v.no_choice(),
+        );
+        match v.names_rows() {
+            true => line!(self, "shr.u32 %e0, %named, {ROW_SHIFT};\nmad.lo.u32 %r0, %e0, 64, %r0;"),
+            false => line!(self, "mad.lo.u32 %r0, %t, 64, %r0;"),
+        }
+    }
+
+    /// Sets the factors of the norm of all rows, with the last group of lanes.
+    pub(super) fn norm_scales(&mut self) {
+        let v = self.v;
+        line!(
+            self,
+            "min.u32 %e0, %lane, {last};\nmad.lo.u32 %r2, %e0, {row_bytes}, %base;",
+            last = v.stored_rows - 1,
+            row_bytes = v.groups * 4,
+        );
+        self.norm_scale(0, "%f3");
+        line!(
+            self,
+            "mad.lo.u32 %e0, %e0, 4, %base;\nst.shared.f32 [%e0+{}], %f3;\nbar.warp.sync 0xffffffff;",
+            v.places().norms
+        );
+    }
+
+    /// Sets the row of y of a pass of the first stage to the one that the entry at %listed names, and the factor of its norm. %e0 and %e1
+    /// change.
+    pub(super) fn row_of_pass(&mut self, pass: u32) {
+        let v = self.v;
+        line!(self, "add.u32 %e1, %g, {};", pass * 2);
+        self.named_row("%listed", "%e1", "%e0");
+        line!(
+            self,
+            "mad.lo.u32 %e1, %e0, 4, %base;
+ld.shared.f32 %norm_scale{pass}, [%e1+{norms}];
+ld.param.u32 %e1, [args+{stride}];
+mul.lo.u32 %e0, %e0, %e1;
+mul.wide.u32 %l0, %e0, 4;
+add.u64 %row{pass}, %y, %l0;",
+            norms = v.places().norms,
+            stride = v.argument("y_stride"),
+        );
     }
 
     /// Waits for the list, and ends lanes of workgroups without a block. With the first stage, %total_blocks is the number of all
@@ -397,6 +687,16 @@ mad.lo.u32 %e1, %lane, 4, %e1;
             chosen = e.chosen,
             row_bytes = MOST_CHOSEN * 4,
         );
+        if v.names_rows() {
+            line!(
+                self,
+                "mov.u32 %e2, 1;
+shl.b32 %e2, %e2, %e0;
+mad.lo.u32 %e3, %id, 4, %base;
+@%p1 red.shared.or.b32 [%e3+{}], %e2;",
+                v.places().chosen
+            );
+        }
         if !e.down || v.bias {
             self.shares();
             line!(self, "@%p1 st.shared.f32 [%e1+{shares}], %score_of_lane;");
@@ -529,32 +829,58 @@ sub.u32 %split, %group, %split;"
         );
     }
 
-    /// Sets %from to the group's first unit of a block: in the first stage of block `of` among all, in the second one of the
-    /// workgroup's first block of the expert of section `of`. %e0 to %e3, %p1 and %l0 change.
-    pub(super) fn source(&mut self, of: &str) {
+    /// Sets %from to the group's first unit of a block: in the first stage of the block %copy_block of the entry at %copy_entry, in
+    /// the second one of the workgroup's first block of the expert of the section %copied_section. %e0 to %e3, %p1 and %l0 change.
+    pub(super) fn source(&mut self) {
         let v = self.v;
         match v.of_experts().down {
-            false => self.listed_block(of),
+            false => self.block_in_buffer("%copy_entry", "%copy_block"),
             true => {
-                self.section_expert(of);
+                self.section_expert("%copied_section");
                 line!(self, "mov.u32 %e1, %ctaid.x;\nmad.lo.u32 %e2, %e2, %expert_blocks, %e1;");
             }
         }
         self.first_unit_of("%e2");
     }
 
-    /// Sets %e3 to the place of an entry: of the expert of block `of` of the first stage. %e1 is then the block's number in that expert's
-    /// matrix, and %e2 in the buffer. %e0 changes.
-    pub(super) fn listed_block(&mut self, of: &str) {
+    /// Sets %e2 to the number in the weights' buffer of a block of an entry's expert.
+    pub(super) fn block_in_buffer(&mut self, entry: &str, block: &str) {
         line!(
             self,
-            "div.u32 %e0, {of}, %expert_blocks;
-mul.lo.u32 %e1, %e0, %expert_blocks;
-sub.u32 %e1, {of}, %e1;
-mad.lo.u32 %e3, %e0, {ENTRY_BYTES}, %base;
-ld.shared.u32 %e2, [%e3+{list}];
-mad.lo.u32 %e2, %e2, %expert_blocks, %e1;",
+            "ld.shared.u32 %e2, [{entry}+{list}];\nmad.lo.u32 %e2, %e2, %expert_blocks, {block};",
             list = self.v.places().list,
+        );
+    }
+
+    /// Sets the register `entry` to the place of the entry, and `block` to the number in its expert's matrix, of the workgroup's block
+    /// %turn of the first stage, and %step_entry and %step_block to what [`Text::next_listed`] adds to them. %e0 and %e1 change.
+    pub(super) fn first_listed(&mut self, entry: &str, block: &str, turns: u32) {
+        line!(
+            self,
+            "mov.u32 %e1, %nctaid.x;
+mov.u32 %e0, %ctaid.x;
+mad.lo.u32 %e0, %turn, %e1, %e0;
+div.u32 {entry}, %e0, %expert_blocks;
+mul.lo.u32 {block}, {entry}, %expert_blocks;
+sub.u32 {block}, %e0, {block};
+mad.lo.u32 {entry}, {entry}, {ENTRY_BYTES}, %base;
+mul.lo.u32 %e1, %e1, {turns};
+div.u32 %step_entry, %e1, %expert_blocks;
+mul.lo.u32 %step_block, %step_entry, %expert_blocks;
+sub.u32 %step_block, %e1, %step_block;
+mul.lo.u32 %step_entry, %step_entry, {ENTRY_BYTES};"
+        );
+    }
+
+    /// Goes on to the entry and the block of a later turn.
+    pub(super) fn next_listed(&mut self, entry: &str, block: &str) {
+        line!(
+            self,
+            "add.u32 {entry}, {entry}, %step_entry;
+add.u32 {block}, {block}, %step_block;
+setp.ge.u32 %p0, {block}, %expert_blocks;
+@%p0 sub.u32 {block}, {block}, %expert_blocks;
+@%p0 add.u32 {entry}, {entry}, {ENTRY_BYTES};"
         );
     }
 
@@ -610,26 +936,47 @@ mul.lo.u32 %copies, %copies, %e0;",
         self.section_expert("%section");
         line!(self, "mul.lo.u32 %quad, %first_unit, {};\nadd.u32 %quad, %quad, %lane;", unit_cols(v.codes) / 4);
         line!(self, "ld.param.u32 %e1, [args+{}];", v.argument("x_stride"));
-        for row in 0..v.rows {
-            if row >= v.stored_rows {
-                line!(self, "mov.u64 %row{row}, %row{};\nsetp.ne.u32 %chose{row}, %e4, {NO_CHOICE:#x};", row - 1);
-                continue;
-            }
+        let (names, no_choice) = (v.names_rows(), v.no_choice());
+        if v.adds_some_rows() {
+            // The place of the lane's sums.
             line!(
                 self,
-                "mov.u32 %e4, {NO_CHOICE:#x};
+                "and.b32 %e4, %t, {};
+mad.lo.u32 %e4, %e4, 4, %e3;
+mov.u32 %named, {no_choice};
+@%p1 ld.shared.u32 %named, [%e4+{}];",
+                v.block_rows() - 1,
+                list + 16
+            );
+        }
+        for row in 0..v.rows {
+            if row >= v.stored_rows {
+                line!(self, "mov.u64 %row{row}, %row{};\nsetp.ne.u32 %chose{row}, %e4, {no_choice};", row - 1);
+                continue;
+            }
+            // %e6: the row. %e7: the expert's place among its choices.
+            let split = format!(
+                "selp.b32 %e7, %e4, 0, %chose{row};\nshr.u32 %e6, %e7, {ROW_SHIFT};\nand.b32 %e7, %e7, {};\n",
+                (1 << ROW_SHIFT) - 1
+            );
+            line!(
+                self,
+                "mov.u32 %e4, {no_choice};
 @%p1 ld.shared.u32 %e4, [%e3+{place}];
-setp.ne.u32 %chose{row}, %e4, {NO_CHOICE:#x};
-mov.u32 %e5, 0;
-@%chose{row} mov.u32 %e5, %e4;
+setp.ne.u32 %chose{row}, %e4, {no_choice};
+{split}mov.u32 %e5, 0;
+@%chose{row} mov.u32 %e5, {choice};
 mul.lo.u32 %e5, %e5, {quads};
 add.u32 %e5, %e5, %quad;
-mul.lo.u32 %e6, %e1, {row};
+mul.lo.u32 %e6, %e1, {of_x};
 shr.u32 %e6, %e6, 2;
 add.u32 %e5, %e5, %e6;
 mul.wide.u32 %l1, %e5, 16;
 add.u64 %row{row}, %x, %l1;",
                 place = list + 16 + row * 4,
+                choice = if names { "%e7" } else { "%e4" },
+                of_x = if names { "%e6".to_owned() } else { row.to_string() },
+                split = if names { split.as_str() } else { "" },
                 quads = v.of_experts().columns.next_multiple_of(FRAGMENT_COLS) / 4,
             );
         }
@@ -641,16 +988,21 @@ add.u64 %row{row}, %x, %l1;",
         let v = self.v;
         let places = v.places();
         let halves = v.halves();
+        let split = if v.names_rows() {
+            format!("shr.u32 %e1, %e3, {ROW_SHIFT};\nand.b32 %e3, %e3, {};\n", (1 << ROW_SHIFT) - 1)
+        } else {
+            String::new()
+        };
         // Rows of y: the part of each choice, padded.
         line!(
             self,
             "add.u32 %e1, %g, {row};
 mad.lo.u32 %e2, %e1, 4, %listed;
-mov.u32 %e3, {NO_CHOICE:#x};
+mov.u32 %e3, {no_choice};
 setp.lt.u32 %p2, %e1, {rows};
 @%p2 ld.shared.u32 %e3, [%e2+{choices}];
-setp.ne.and.u32 %stores, %e3, {NO_CHOICE:#x}, %p1;
-mov.f32 %share, 0f00000000;
+setp.ne.and.u32 %stores, %e3, {no_choice}, %p1;
+{split}mov.f32 %share, 0f00000000;
 mad.lo.u32 %e1, %e1, {row_bytes}, %base;
 mad.lo.u32 %e1, %e3, 4, %e1;
 @%stores ld.shared.f32 %share, [%e1+{shares}];
@@ -661,7 +1013,8 @@ shr.u32 %e2, %r5, {halves};
 mad.lo.u32 %e1, %e3, %e1, %e2;
 mul.wide.u32 %to, %e1, 4;",
             row = if v.rows == 1 { 0 } else { pass * 2 },
-            rows = v.stored_rows,
+            no_choice = v.no_choice(),
+            rows = v.finished_rows(),
             choices = places.list + 16,
             row_bytes = MOST_CHOSEN * 4,
             shares = places.shares,
@@ -771,7 +1124,8 @@ fma.rn.f32 %f0, %f1, %f2, %f0;",
             self,
             ".reg .pred %chose<4>, %stores;
 .reg .b32 %e<8>, %key<{candidates}>, %all<{candidates}>, %id, %best, %most, %gate, %logits_tag, %shared<4>;
-.reg .b32 %distinct, %expert_blocks, %own_expert, %last_section, %copy_block, %listed;
+.reg .b32 %distinct, %expert_blocks, %own_expert, %last_section, %copy_entry, %copy_block, %listed, %of_listed, %step_entry, %step_block;
+.reg .b32 %first_x, %first_factors, %row_of_column, %named;
 .reg .f32 %bias<{candidates}>, %score<{candidates}>, %score_of_lane, %share, %factor_u, %factor_v, %biases<4>;
 .reg .b64 %shared_at<4>, %to, %header;"
         );

@@ -12,7 +12,6 @@ use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, wgmma};
 use crate::kernels::moe::{self, FewRows, GemvRows, Grouped, Mlp, Sorted, Stack, Used};
 use crate::kernels::recording::{Op, Range, Recording};
-use crate::kernels::shaders::EXPERT_SKINNY_PTX;
 use crate::kernels::stream::{self, Beside, Branch, BranchFlow};
 use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;
@@ -59,20 +58,34 @@ impl Decoder<'_> {
         shared && self.has_coded_experts() && self.tuning.fragments.is_some() && self.chooses_alone()
     }
 
-    /// Returns the workgroups of `expert_skinny.codes.ptx` for the two stages of few rows, if it may compute them.
-    fn expert_programs(&self, mlp: &Mlp) -> [Option<CodesPtxConfig>; 2] {
-        [(&mlp.gate_up, false), (&mlp.down, true)]
-            .map(|(stacks, down)| self.expert_program(stacks[0].matrix.format, mlp.shape, down))
+    /// Returns the workgroups of `expert_skinny.codes.ptx` for the two stages of a number of rows, if it computes them.
+    fn expert_programs(&self, mlp: &Mlp, rows: u32) -> [Option<CodesPtxConfig>; 2] {
+        let programs = [(&mlp.gate_up, false), (&mlp.down, true)]
+            .map(|(stacks, down)| self.expert_program(stacks[0].matrix.format, mlp.shape, rows, down));
+        // Both stages choose the experts. The shader's sigmoids may be rounded in another way than the program's, by which
+        // two experts could be in another order.
+        match mlp.routing.is_some_and(|routing| routing.sigmoid) && programs.contains(&None) {
+            true => [None; 2],
+            false => programs,
+        }
     }
 
-    /// Returns the workgroups of `expert_skinny.codes.ptx` for a stage with weights in a format, if it may compute it.
-    fn expert_program(&self, format: Format, shape: moe::ExpertsShape, down: bool) -> Option<CodesPtxConfig> {
+    /// Returns the workgroups of `expert_skinny.codes.ptx` for a stage of a number of rows with weights in a format, if it serves
+    /// them.
+    fn expert_program(
+        &self,
+        format: Format,
+        shape: moe::ExpertsShape,
+        rows: u32,
+        down: bool,
+    ) -> Option<CodesPtxConfig> {
         let t = &self.tuning;
         let codes = format.codes().filter(|_| t.ptx && t.expert_ptx && t.fragments == Some(Matrices::Cooperative))?;
         let (n, cols) = shape.matrix(down);
         let (units, processors) = (cols.div_ceil(unit_cols(codes)), t.processors.max(1));
         let rule = || expert_rule(codes, units, shape.chosen, down, processors);
-        Some(t.expert_ptx_shapes.get(&(codes.bits, n, cols)).copied().unwrap_or_else(rule))
+        let program = t.expert_ptx_shapes.get(&(codes.bits, n, cols)).copied().unwrap_or_else(rule);
+        shape.program_serves(program, format, rows, down).then_some(program)
     }
 
     /// Whether `expert_skinny.codes.ptx` multiplies the experts of a weight with a number of rows.
@@ -81,9 +94,7 @@ impl Decoder<'_> {
         let experts = if weight.is_mtp() { self.config.mtp_experts } else { self.config.experts };
         experts.is_some_and(|experts| {
             let (shape, down) = (self.expert_shape(experts), weight.merged.ends_with("experts.down"));
-            let program = self.expert_program(weight.format, shape, down);
-            let serves = |program| shape.program_serves(program, weight.format, rows, down);
-            self.chooses_alone() && program.is_some_and(serves)
+            self.chooses_alone() && self.expert_program(weight.format, shape, rows, down).is_some()
         })
     }
 
@@ -201,41 +212,18 @@ impl Decoder<'_> {
         match self.tuning.fragments.filter(|_| few) {
             Some(matrices) => {
                 let [gate_up, down] = mlp.few_configs(rows, matrices, self.tuning.shared_bytes);
-                let plain = |(config, ptx), shared| {
-                    let (flow, logits) = (Flow::NONE, Flow::NONE);
-                    FewRows {
-                        middle: step.middle,
-                        rows,
-                        matrices,
-                        config,
-                        ptx,
-                        flow,
-                        logits,
-                        fault: step.fault,
-                        shared,
-                    }
-                };
-                let mut in_ptx = self.expert_programs(&mlp);
+                let in_ptx = self.expert_programs(&mlp, rows);
                 let apart = mlp.shared.is_some() && self.shared_is_apart();
-                // Both stages choose the experts. The shader's sigmoids may be rounded in another way than the program's, by which
-                // two experts could be in another order.
-                if mlp.routing.is_some_and(|routing| routing.sigmoid) {
-                    let output = apart.then_some((step.of_shared, Flow::NONE));
-                    let first = mlp.gate_up.iter().map(|of| mlp.few_gate_up(of, plain((gate_up, in_ptx[0]), output)));
-                    let last = mlp.down.iter().map(|of| mlp.few_down(of, plain((down, in_ptx[1]), output)));
-                    if !first.chain(last).all(|call| call.kernel == EXPERT_SKINNY_PTX.name) {
-                        in_ptx = [None; 2];
-                    }
-                }
                 let logits = step.flow(Some(step.router.range), None);
                 if apart {
                     let weight = block.name("shared.gate_up");
                     let operands = Operands { weight: &weight, x: step.x, y: step.mlp, epilogue: self.activated() };
                     self.product(r, shape, step, operands, Some(norm));
                 }
-                let few = |shape, from: Activations, to: Activations, shared| {
+                let few = |(config, ptx), from: Activations, to: Activations, shared| {
                     let flow = step.flow(Some(from.range), Some(to.range));
-                    FewRows { flow, logits, ..plain(shape, shared) }
+                    let (middle, fault) = (step.middle, step.fault);
+                    FewRows { middle, rows, matrices, config, ptx, flow, logits, fault, shared }
                 };
                 let output = apart.then_some((step.of_shared, Flow::NONE));
                 let first = few((gate_up, in_ptx[0]), step.x, step.middle, output);

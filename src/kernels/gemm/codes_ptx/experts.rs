@@ -1,10 +1,10 @@
 //! The parts of `expert_skinny.codes.ptx` that products of codes in PTX have for experts only: the choice of the experts, the list of
 //! those that any row chose, and which blocks and columns a workgroup multiplies.
 //!
-//! Each workgroup chooses for itself, as in `choose.glsl`: the group of lanes `groups - r` for row r, so that the last group
-//! chooses for one row while the others prepare x. An entry of the list is an expert's number in the weights' buffer, and the rows
+//! Each workgroup chooses for itself, as in `choose.glsl`: the group of lanes `groups - r` for row r, so that the first
+//! group that finishes blocks chooses for one row while the others prepare x. An entry of the list is an expert's number in the weights' buffer, and the rows
 //! that chose it: for each of four rows the place of the expert among the row's choices, or [`NO_CHOICE`]. With more than four rows,
-//! or more than 32 choices of all rows, a row's choice sets its bit in the expert's word of `chosen`, and the last group then makes
+//! or more than 32 choices of all rows, a row's choice sets its bit in the expert's word of `chosen`, and that group then makes
 //! an entry for each four rows of an expert, which has the rows' numbers too ([`Variant::names_rows`]).
 //!
 //! Gate and up (stage 0): the blocks of all entries one after the other, with x of the entry's rows; a row's sums for an expert that
@@ -110,22 +110,23 @@ impl Experts {
         rows > BLOCK_ROWS || rows * self.chosen > MOST_PAIRS
     }
 
-    fn places(&self, rows: u32) -> Places {
+    /// Returns the places for a number of rows from `list` on, a multiple of 16.
+    fn places(&self, rows: u32, list: u32) -> Places {
         let names = self.names_rows(rows);
         let (entries, rows) = if names { (rows * self.chosen, rows) } else { (MOST_PAIRS, BLOCK_ROWS) };
-        let distinct = entries * ENTRY_BYTES;
+        let distinct = list + entries * ENTRY_BYTES;
         let ids = distinct + 16;
         let shares = ids + rows * MOST_CHOSEN * 4;
         let gates = shares + rows * MOST_CHOSEN * 4;
         let norms = gates + rows * 4;
         let chosen = (norms + if names { rows * 4 } else { 0 }).next_multiple_of(16);
         let end = chosen + if names { self.candidates() * 128 } else { 0 };
-        Places { list: 0, distinct, ids, shares, gates, norms, chosen, end }
+        Places { list, distinct, ids, shares, gates, norms, chosen, end }
     }
 
     /// The bytes of what a workgroup knows about its experts.
     pub(super) fn bytes(&self, rows: u32) -> u32 {
-        self.places(rows).end
+        self.places(rows, 0).end
     }
 }
 
@@ -144,18 +145,7 @@ struct Places {
 
 impl Variant {
     fn places(&self) -> Places {
-        let at = self.experts_at();
-        let of = self.of_experts().places(self.stored_rows);
-        Places {
-            list: at,
-            distinct: at + of.distinct,
-            ids: at + of.ids,
-            shares: at + of.shares,
-            gates: at + of.gates,
-            norms: at + of.norms,
-            chosen: at + of.chosen,
-            end: at + of.end,
-        }
+        self.of_experts().places(self.stored_rows, self.experts_at())
     }
 
     /// What an entry has in place of a choice.
@@ -300,7 +290,7 @@ mad.lo.u32 %e6, %e1, 4, %e6;
         line!(self, "bar.sync 0, {};", v.threads());
     }
 
-    /// Makes the entries, which name their rows, from the words of `chosen`, with the last group of lanes. An expert has as many
+    /// Makes the entries, which name their rows, from the words of `chosen`, with one group of lanes. An expert has as many
     /// entries as it needs for its rows, and the experts are in order.
     fn make_entries(&mut self) {
         let v = self.v;
@@ -471,7 +461,7 @@ setp.ne.and.u32 %p0, %named, {}, %p1;",
         }
     }
 
-    /// Sets the factors of the norm of all rows, with the last group of lanes.
+    /// Sets the factors of the norm of all rows, with a group of lanes that finishes blocks.
     pub(super) fn norm_scales(&mut self) {
         let v = self.v;
         line!(
@@ -955,10 +945,13 @@ mov.u32 %named, {no_choice};
                 continue;
             }
             // %e6: the row. %e7: the expert's place among its choices.
-            let split = format!(
-                "selp.b32 %e7, %e4, 0, %chose{row};\nshr.u32 %e6, %e7, {ROW_SHIFT};\nand.b32 %e7, %e7, {};\n",
-                (1 << ROW_SHIFT) - 1
-            );
+            let split = match names {
+                true => format!(
+                    "selp.b32 %e7, %e4, 0, %chose{row};\nshr.u32 %e6, %e7, {ROW_SHIFT};\nand.b32 %e7, %e7, {};\n",
+                    (1 << ROW_SHIFT) - 1
+                ),
+                false => String::new(),
+            };
             line!(
                 self,
                 "mov.u32 %e4, {no_choice};
@@ -976,7 +969,6 @@ add.u64 %row{row}, %x, %l1;",
                 place = list + 16 + row * 4,
                 choice = if names { "%e7" } else { "%e4" },
                 of_x = if names { "%e6".to_owned() } else { row.to_string() },
-                split = if names { split.as_str() } else { "" },
                 quads = v.of_experts().columns.next_multiple_of(FRAGMENT_COLS) / 4,
             );
         }

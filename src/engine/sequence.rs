@@ -333,11 +333,10 @@ impl Sequence {
     }
 
     /// Whether tokens of the decode steps that the device was asked for can be taken into the sequence after later plans are
-    /// made: none of them begins its output or is the last one of it, unless the device says so, and no mask follows from
-    /// them.
-    pub fn tokens_can_wait(&self) -> bool {
-        let decodes = self.state == SequenceState::Decode && self.undrawn() > 0;
-        decodes && self.first_token.is_some() && self.constraint.is_none()
+    /// made: none of them begins its output or is the last one of it, unless the device says so, and neither masks nor the
+    /// steps that may be queued follow from them.
+    pub fn can_wait(&self) -> bool {
+        self.decodes() && self.first_token.is_some() && self.constraint.is_none() && !self.dumps_logits
     }
 
     /// Whether the device returns the logits of every step. Such a sequence has at most one step queued.
@@ -668,6 +667,11 @@ impl Sequence {
     /// Returns the number of pages to add so that `tokens` more drawn tokens can be written.
     pub fn pages_missing(&self, tokens: u32) -> u32 {
         pages_for(self.written_after(tokens)).saturating_sub(self.pages.len() as u32)
+    }
+
+    /// Returns the number of drawn tokens that can still be written to the sequence's pages.
+    pub fn room(&self) -> u32 {
+        self.pages.len() as u32 * PAGE_TOKENS - self.written_after(0)
     }
 
     /// Notes that the device was asked to draw up to `tokens` more.

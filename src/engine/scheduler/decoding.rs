@@ -4,7 +4,7 @@
 
 use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, Change, Chunk, PageTable, Slot, StepPlan, Work};
-use crate::engine::scheduler::{Flight, Scheduler};
+use crate::engine::scheduler::{Flight, Scheduler, Waits};
 use crate::engine::sequence::{Sequence, SequenceId, SequenceState};
 use std::time::Duration;
 
@@ -36,7 +36,8 @@ const TURNS: u32 = 32;
 
 /// The sequences of a decode step.
 struct DecodeRows {
-    rows: Vec<SequenceId>,
+    /// Their slots.
+    rows: Vec<Slot>,
     /// The least and the greatest number of tokens that the device may still be asked to draw for one of them.
     undrawn: (u32, u32),
     /// Whether logits of one of them are read back.
@@ -122,11 +123,11 @@ impl Scheduler {
         }
         if missing > self.pool.free() {
             // The best sequences first. Those that find no page then wait for pages that will soon be released.
-            rows.sort_by_key(|&id| self.sequences[id].rank());
+            rows.sort_by_key(|slot| self.row(*slot).rank());
             self.preempt(&mut rows);
             let mut free = self.pool.free();
-            rows.retain(|&id| {
-                let missing = self.sequences[id].pages_missing(steps);
+            rows.retain(|slot| {
+                let missing = self.pages_missing(&[*slot], steps);
                 let fits = missing <= free;
                 free -= if fits { missing } else { 0 };
                 fits
@@ -137,6 +138,7 @@ impl Scheduler {
         }
 
         let mut changes = self.take_leaves();
+        changes.reserve(missing.min(rows.len() as u32) as usize);
         let each = (tokens(steps), steps * (drafts + 1));
         let TakenRows { slots, awaits } = self.take_rows(&rows, each, drafts > 0, &mut changes);
         self.prefilled_last = false;
@@ -150,7 +152,7 @@ impl Scheduler {
             awaits,
             drafts,
             reserved: steps * (drafts + 1),
-            drawn: vec![0; slots.len()],
+            drawn: if drafts > 0 { vec![0; slots.len()] } else { Vec::new() },
             ..Flight::default()
         });
         Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts, awaits: waits }) })
@@ -158,13 +160,12 @@ impl Scheduler {
 
     /// Returns whether a draft model has all keys and values that it needs to draft for `rows`, or the chunks by which it
     /// computes them, as many as a plan may have.
-    fn catch_up(&self, rows: &[SequenceId], pace: &Pace) -> CaughtUp {
+    fn catch_up(&self, rows: &[Slot], pace: &Pace) -> CaughtUp {
         let prompts = self.setup.capacity.prompts;
         // A draft model is hardly slower than the model that it drafts for.
         let (mut left, mut chunks): (u32, Vec<Chunk>) = (self.bearable_tokens(pace), Vec::new());
-        for id in rows {
-            let sequence = &self.sequences[*id];
-            let (start, tokens) = match sequence.undrafted() {
+        for &slot in rows {
+            let (start, tokens) = match self.row(slot).undrafted() {
                 Err(_) => return CaughtUp::Unreported,
                 Ok(None) => continue,
                 Ok(Some((start, tokens))) => (start, tokens[..tokens.len().min(left as usize)].to_vec()),
@@ -173,7 +174,6 @@ impl Scheduler {
                 continue;
             }
             left -= tokens.len() as u32;
-            let slot = sequence.slot.expect("rows hold slots");
             let (next, restore, keeps) = (None, None, Vec::new());
             chunks.push(Chunk { slot, tokens, start, last: false, next, restore, keeps, score: None, pooled: 0..0 });
         }
@@ -205,12 +205,12 @@ impl Scheduler {
         }
     }
 
-    /// Gives a sequence a row of the plan that is being made, whose steps write up to `written` positions and draw up to
-    /// `drawn` tokens for it. Its pages must have been counted. Returns its slot.
-    fn take_row(&mut self, id: SequenceId, written: u32, drawn: u32, changes: &mut Vec<Change>) -> Slot {
-        let turn = self.next_turn();
+    /// Gives the holder of a slot a row of the plan that is being made, whose steps write up to `written` positions and draw up
+    /// to `drawn` tokens for it. Its pages must have been counted.
+    fn take_row(&mut self, slot: Slot, (written, drawn): (u32, u32), turn: u64, changes: &mut Vec<Change>) {
+        self.settle_asked(slot);
+        let id = self.row(slot).id;
         let sequence = self.sequences.get_mut(id).expect("rows are known");
-        let slot = sequence.slot.expect("rows hold slots");
         let missing = sequence.pages_missing(written);
         if missing > 0 {
             let pages = self.pool.take(missing).expect("the pages were counted");
@@ -223,16 +223,15 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(id).expect("rows are known");
         sequence.draw(drawn);
         sequence.turn = turn;
-        let outstanding = &mut self.outstanding[slot.0 as usize];
-        outstanding.in_flight += 1;
-        outstanding.tokens_wait = sequence.tokens_can_wait();
-        slot
+        // Drafts and windows move with the tokens that are known.
+        let waits = self.setup.capacity.drafts.most == 0 && self.window.is_none() && sequence.can_wait();
+        self.outstanding[slot.0 as usize].waits = waits.then(|| Waits::of(sequence));
     }
 
     /// Returns the sequences that can decode in the next prefill step, ordered by slot: all that decode, except those whose
     /// masks must come first. `None` if none does, if they cannot all have a row there, if drafts may pay for them, or if they
     /// wait less for a token where prefill and decode plans take turns.
-    pub(super) fn mixed_rows(&mut self, pace: &Pace) -> Option<Vec<SequenceId>> {
+    pub(super) fn mixed_rows(&mut self, pace: &Pace) -> Option<Vec<Slot>> {
         // Short steps share little with those of prompts, and delay them little.
         let least = self.setup.capacity.mixed_steps?;
         if self.turns_left > 0 || pace.step().is_none_or(|step| step < least) {
@@ -244,7 +243,7 @@ impl Scheduler {
             return None;
         }
         let ready = |sequence: &&Sequence| sequence.decodes() && !self.waits_for_mask(sequence);
-        let rows: Vec<SequenceId> = decoding().filter(ready).map(|sequence| sequence.id).collect();
+        let rows: Vec<Slot> = decoding().filter(ready).filter_map(|sequence| sequence.slot).collect();
         let constrained = decoding().any(|sequence| sequence.constraint.is_some());
         let may_draft = !constrained && self.speculation.may_pay(rows.len() as u32, pace);
         let Capacity { sequences, prefill_chunk, .. } = self.setup.capacity;
@@ -279,7 +278,7 @@ impl Scheduler {
     }
 
     /// Gives `rows` a row each in the prefill plan that is being made; none if there are too few pages for all.
-    pub(super) fn take_mixed_rows(&mut self, rows: &[SequenceId], changes: &mut Vec<Change>) -> TakenRows {
+    pub(super) fn take_mixed_rows(&mut self, rows: &[Slot], changes: &mut Vec<Change>) -> TakenRows {
         if self.pages_missing(rows, 1) > self.pool.free() {
             return TakenRows::default();
         }
@@ -289,21 +288,32 @@ impl Scheduler {
     /// Gives each of `rows` a row of the plan that is being made; see [`Scheduler::take_row`]. `drafts`: whether its steps draft.
     fn take_rows(
         &mut self,
-        rows: &[SequenceId],
+        rows: &[Slot],
         (written, drawn): (u32, u32),
         drafts: bool,
         changes: &mut Vec<Change>,
     ) -> TakenRows {
-        let mut taken = TakenRows { slots: Vec::with_capacity(rows.len()), awaits: Vec::new() };
-        for id in rows {
-            let sequence = self.sequences.get_mut(*id).expect("rows are known");
-            if self.setup.capacity.drafts.most > 0 {
+        let mut taken = TakenRows { slots: rows.to_vec(), awaits: Vec::new() };
+        let may_draft = self.setup.capacity.drafts.most > 0;
+        for &slot in rows {
+            let turn = self.next_turn();
+            let outstanding = &mut self.outstanding[slot.0 as usize];
+            outstanding.in_flight += 1;
+            if let Some(waits) = outstanding.waits.as_mut().filter(|waits| waits.can_ask(drawn)) {
+                let missing = waits.pages_missing(drawn);
+                let pages = self.pool.take(missing).expect("the pages were counted");
+                let first = waits.ask(drawn, turn, pages.first().copied());
+                if missing > 0 {
+                    changes.push(Change::Pages { slot, table: PageTable::Full, first, pages });
+                }
+                continue;
+            }
+            let sequence = self.holder(slot).expect("a row has a slot that is held");
+            if may_draft {
                 sequence.drafts_now(drafts);
             }
-            let awaited = sequence.awaited_mask();
-            let slot = self.take_row(*id, written, drawn, changes);
-            taken.awaits.extend(awaited.map(|output| (slot, output)));
-            taken.slots.push(slot);
+            taken.awaits.extend(sequence.awaited_mask().map(|output| (slot, output)));
+            self.take_row(slot, (written, drawn), turn, changes);
         }
         taken
     }
@@ -321,8 +331,15 @@ impl Scheduler {
     /// those that have waited longest for a row are chosen.
     fn decode_rows(&self, pace: &Pace) -> DecodeRows {
         let mut constrained = false;
-        let mut rows: Vec<&Sequence> = Vec::with_capacity(self.slots.len());
-        for sequence in self.residents().filter(|sequence| sequence.decodes()) {
+        let mut rows: Vec<Slot> = Vec::with_capacity(self.slots.len());
+        for ((slot, id), outstanding) in (0..).map(Slot).zip(&self.slots).zip(&self.outstanding) {
+            if outstanding.waits.is_some() {
+                rows.push(slot);
+                continue;
+            }
+            let Some(sequence) = id.map(|id| &self.sequences[id]).filter(|sequence| sequence.decodes()) else {
+                continue;
+            };
             if sequence.constraint.is_some() {
                 constrained |= !sequence.waits_apart();
                 if self.waits_for_mask(sequence) {
@@ -331,22 +348,27 @@ impl Scheduler {
             }
             // Logits must be read back before the next step overwrites them.
             if !sequence.dumps_logits() || self.is_free(sequence) {
-                rows.push(sequence);
+                rows.push(slot);
             }
         }
         let most = *self.setup.capacity.buckets.last().expect("there are buckets");
         let most = pace.best_rows(most.min(rows.len() as u32), self.choices.0) as usize;
         if rows.len() > most {
-            rows.sort_by_key(|sequence| sequence.turn);
+            let waits = |slot: Slot| self.outstanding[slot.0 as usize].waits;
+            rows.sort_by_key(|slot| waits(*slot).map_or_else(|| self.row(*slot).turn, |waits| waits.turn));
             rows.truncate(most);
         }
         let (mut least, mut most, mut dumps) = (u32::MAX, 0, false);
-        for sequence in &rows {
-            let undrawn = sequence.undrawn();
+        for slot in &rows {
+            let undrawn = match self.outstanding[slot.0 as usize].waits {
+                Some(waits) => waits.undrawn,
+                None => {
+                    dumps |= self.row(*slot).dumps_logits();
+                    self.row(*slot).undrawn()
+                }
+            };
             (least, most) = (least.min(undrawn), most.max(undrawn));
-            dumps |= sequence.dumps_logits();
         }
-        let rows = rows.into_iter().map(|sequence| sequence.id).collect();
         DecodeRows { rows, undrawn: (least, most), dumps, constrained }
     }
 
@@ -369,7 +391,12 @@ impl Scheduler {
         }
     }
 
-    pub(super) fn pages_missing(&self, rows: &[SequenceId], steps: u32) -> u32 {
-        rows.iter().map(|&id| self.sequences[id].pages_missing(steps)).sum()
+    /// Returns the number of pages to add so that `tokens` more tokens can be written for each row.
+    pub(super) fn pages_missing(&self, rows: &[Slot], tokens: u32) -> u32 {
+        let missing = |slot: &Slot| match self.outstanding[slot.0 as usize].waits {
+            Some(waits) => waits.pages_missing(tokens),
+            None => self.row(*slot).pages_missing(tokens),
+        };
+        rows.iter().map(missing).sum()
     }
 }

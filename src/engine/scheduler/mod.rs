@@ -25,8 +25,8 @@
 //!   before that, as a plan of one step, and draws for all of its rows when the masks are available. Only decode steps
 //!   are queued behind such a plan; a prompt waits until its masks are available. A row whose mask is late leaves
 //!   the batch, so that the step continues without it, and returns when its mask is available.
-//! - Tokens of decode steps that end nothing are taken into their sequences only after the next plan is made, so that
-//!   the device gets it earlier (`Scheduler::settle`).
+//! - Tokens of decode steps that end nothing are taken into their sequences only after the next plan is made, and so is what
+//!   decode plans ask of most sequences, so that the device gets its plan earlier (`Scheduler::settle`).
 //! - A slot and its pages become free when the last plan that names the slot is finished.
 
 mod decoding;
@@ -40,7 +40,7 @@ use crate::engine::plan::{
     SampledDetails, ScoredChunk, Slot, StepPlan, Ticket,
 };
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Token};
-use crate::engine::sequence::{PhaseCost, RequestView, Sequence, SequenceId, SequenceState};
+use crate::engine::sequence::{PhaseCost, RequestView, Sequence, SequenceId, SequenceState, pages_for};
 use crate::engine::sequence_map::SequenceMap;
 use crate::engine::snapshots::Snapshots;
 use crate::engine::speculation::Speculation;
@@ -146,15 +146,74 @@ pub struct EngineLoad {
     pub snapshots: u32,
 }
 
-/// What is outstanding in a slot: the few bytes that a report of a decode step reads and writes of each row.
+/// What is outstanding in a slot: the few bytes that a report of a decode step and the next decode plan read and write of
+/// each row.
 #[derive(Clone, Copy, Debug, Default)]
 struct Outstanding {
     /// The number of unfinished plans that name the slot.
     in_flight: u32,
     /// The number of reported tokens that are not in the holder's sequence yet; see [`Scheduler::settle`].
     unsettled: u32,
-    /// Whether tokens of decode steps can wait; see [`Sequence::tokens_can_wait`]. The holder does not leave the slot then.
-    tokens_wait: bool,
+    /// Set while reports and decode plans need not read the holder's sequence; see [`Sequence::can_wait`]. The holder decodes
+    /// then, and does not leave the slot.
+    waits: Option<Waits>,
+}
+
+/// What decode plans may ask of a sequence without reading it.
+#[derive(Clone, Copy, Debug)]
+struct Waits {
+    /// The number of tokens that the device may still be asked to draw: [`Sequence::undrawn`], less `asked`.
+    undrawn: u32,
+    /// The number of tokens that can still be written to the sequence's pages.
+    room: u32,
+    /// The number of these pages.
+    pages: u32,
+    /// The number of tokens that the device was asked to draw and that the sequence does not know of yet; see
+    /// [`Scheduler::settle`].
+    asked: u32,
+    /// [`Sequence::turn`] after these.
+    turn: u64,
+    /// The page that was taken for these, if any, which the sequence does not know of either.
+    page: Option<Page>,
+}
+
+impl Waits {
+    /// Returns what is known of a sequence that can wait.
+    fn of(sequence: &Sequence) -> Waits {
+        Waits {
+            undrawn: sequence.undrawn(),
+            room: sequence.room(),
+            pages: sequence.pages.len() as u32,
+            asked: 0,
+            turn: sequence.turn,
+            page: None,
+        }
+    }
+
+    /// Returns the number of pages to add so that `tokens` more can be written.
+    fn pages_missing(&self, tokens: u32) -> u32 {
+        pages_for(tokens.min(self.undrawn).saturating_sub(self.room))
+    }
+
+    /// Whether `tokens` more can be asked for: the sequence can wait afterwards, and needs at most one page.
+    fn can_ask(&self, tokens: u32) -> bool {
+        tokens < self.undrawn && self.pages_missing(tokens) <= u32::from(self.page.is_none())
+    }
+
+    /// Asks for `tokens` more in a plan's turn, with the page for them that is missing, if one is. Returns that page's index.
+    fn ask(&mut self, tokens: u32, turn: u64, page: Option<Page>) -> u32 {
+        let index = self.pages;
+        if page.is_some() {
+            self.page = page;
+            self.pages += 1;
+            self.room += PAGE_TOKENS;
+        }
+        self.undrawn -= tokens;
+        self.room -= tokens;
+        self.asked += tokens;
+        self.turn = turn;
+        index
+    }
 }
 
 /// Reported tokens that are not in their sequences yet.
@@ -391,9 +450,11 @@ impl Scheduler {
         let slots = self.flights.iter().flat_map(|flight| &flight.awaits).map(|(slot, _)| *slot);
         let planned = slots.filter_map(|slot| self.sequences.get(self.slots[slot.0 as usize]?));
         let crowded = !self.setup.capacity.gates && !self.waiting.is_empty() && self.slots.iter().all(Option::is_some);
-        let unplanned = self.residents().filter(move |sequence| {
-            crowded && sequence.decodes() && self.is_free(sequence) && sequence.awaited_mask().is_some()
-        });
+        let unplanned = crowded
+            .then(|| self.residents())
+            .into_iter()
+            .flatten()
+            .filter(|sequence| sequence.decodes() && self.is_free(sequence) && sequence.awaited_mask().is_some());
         let sequences = planned.chain(unplanned);
         let running = sequences.filter(|sequence| sequence.state == SequenceState::Decode);
         running.filter_map(|sequence| Some((sequence, sequence.mask_deadline()?)))
@@ -528,7 +589,18 @@ impl Scheduler {
             let outstanding = self.outstanding[index];
             assert_eq!(unsettled(slot).count() as u32, outstanding.unsettled, "other tokens of {id:?} wait");
             let leaves = sequence.state == SequenceState::Leaving;
-            assert!(!(leaves && outstanding.tokens_wait), "{id:?} leaves, and its tokens wait");
+            if let Some(waits) = outstanding.waits {
+                assert!(!leaves && sequence.can_wait(), "{id:?} cannot wait");
+                let page = u32::from(waits.page.is_some());
+                let room = waits.room + waits.asked - page * PAGE_TOKENS;
+                let known = (sequence.undrawn(), sequence.room(), sequence.pages.len() as u32);
+                assert_eq!(
+                    (waits.undrawn + waits.asked, room, waits.pages - page),
+                    known,
+                    "{id:?} waits with other limits"
+                );
+                waits.page.into_iter().for_each(|page| held[page.0 as usize] += 1);
+            }
             assert_eq!(sequence.slot, Some(slot), "{id:?} holds another slot");
             assert_ne!(sequence.state, SequenceState::Waiting, "{id:?} waits and holds {slot:?}");
             let queued = self.waiting.contains(id) || self.unmasked.contains(id);
@@ -637,6 +709,9 @@ impl Scheduler {
             snapshots.next_plan();
         }
         let prompt = self.next_prompt();
+        if prompt.is_some() {
+            self.settle();
+        }
         let mixed = prompt.as_ref().filter(|prompt| !self.is_scored(prompt)).and_then(|_| self.mixed_rows(pace));
         if self.flights.iter().any(|flight| !flight.awaits.is_empty()) {
             // Work behind a closed gate holds its resources until the gate opens: few for a decode step, many for a
@@ -715,11 +790,20 @@ impl Scheduler {
         }
         // Windows move with the tokens that are known.
         let may_wait = !flight.is_prefill() && flight.drafts == 0 && self.window.is_none();
-        let mut later = Vec::with_capacity(if may_wait { progress.tokens.len() } else { 0 });
-        for sampled in progress.tokens {
+        let can_wait = |sampled: &Sampled| {
+            may_wait && sampled.done.is_none() && self.outstanding[sampled.slot.0 as usize].waits.is_some()
+        };
+        // Mostly all of them wait.
+        let mut later = progress.tokens;
+        let rest = later.split_off(later.iter().position(|sampled| !can_wait(sampled)).unwrap_or(later.len()));
+        for sampled in &later {
+            debug_assert!(flight.slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
+            self.outstanding[sampled.slot.0 as usize].unsettled += 1;
+        }
+        for sampled in rest {
             debug_assert!(flight.slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
             let outstanding = &mut self.outstanding[sampled.slot.0 as usize];
-            if may_wait && outstanding.tokens_wait && sampled.done.is_none() {
+            if may_wait && outstanding.waits.is_some() && sampled.done.is_none() {
                 outstanding.unsettled += 1;
                 later.push(sampled);
                 continue;
@@ -746,8 +830,8 @@ impl Scheduler {
             for (index, slot) in flight.slots.into_iter().enumerate() {
                 let outstanding = &mut self.outstanding[slot.0 as usize];
                 outstanding.in_flight -= 1;
-                let Outstanding { in_flight, tokens_wait, .. } = *outstanding;
-                if may_wait && tokens_wait {
+                let Outstanding { in_flight, waits, .. } = *outstanding;
+                if may_wait && waits.is_some() {
                     continue;
                 }
                 let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
@@ -791,15 +875,31 @@ impl Scheduler {
         }
     }
 
-    /// Takes the reported tokens that are not in their sequences yet. None of them ends its sequence, and plans do not depend
-    /// on them, unless a sequence loses its place; so the device gets its next plan first.
+    /// Tells the sequences what decode plans have asked of them, and takes the reported tokens that are not in their sequences
+    /// yet. None of them ends its sequence, and decode plans do not depend on them, unless a sequence loses its place; so the
+    /// device gets its next plan first.
     pub(super) fn settle(&mut self) {
+        for slot in 0..self.slots.len() as u32 {
+            self.settle_asked(Slot(slot));
+        }
         for Unsettled { tokens, completed, at } in std::mem::take(&mut self.unsettled) {
             for sampled in tokens {
                 self.outstanding[sampled.slot.0 as usize].unsettled -= 1;
                 self.take_token(sampled, 0, Some(&completed), at);
             }
         }
+    }
+
+    /// Tells a slot's holder what decode plans have asked of it.
+    fn settle_asked(&mut self, slot: Slot) {
+        let Some(waits) = self.outstanding[slot.0 as usize].waits.as_mut().filter(|waits| waits.asked > 0) else {
+            return;
+        };
+        let (asked, page, turn) = (std::mem::take(&mut waits.asked), waits.page.take(), waits.turn);
+        let sequence = self.holder(slot).expect("a sequence that waits holds its slot");
+        sequence.pages.extend(page);
+        sequence.draw(asked);
+        sequence.turn = turn;
     }
 
     /// Takes a drawn token. `drafts`: the number of drafts verified in the step that drew it. `decoded`: the steps of which
@@ -873,8 +973,11 @@ impl Scheduler {
 
     /// Ends a sequence; the only place where this is done. `stopped`: the device has marked its slot done.
     fn end_as(&mut self, id: SequenceId, reason: FinishReason, stopped: bool, now: Instant) {
-        if self.sequences[id].slot.is_some_and(|slot| self.outstanding[slot.0 as usize].unsettled > 0) {
-            self.settle();
+        if let Some(slot) = self.sequences[id].slot {
+            self.settle_asked(slot);
+            if self.outstanding[slot.0 as usize].unsettled > 0 {
+                self.settle();
+            }
         }
         let sequence = self.sequences.get_mut(id).expect("an ending sequence is known");
         assert!(!sequence.ended, "a sequence ends once");
@@ -929,7 +1032,8 @@ impl Scheduler {
         }
         self.has_come(slot, u32::MAX);
         let outstanding = &mut self.outstanding[slot.0 as usize];
-        outstanding.tokens_wait = false;
+        let waits = outstanding.waits.take();
+        assert!(waits.is_none_or(|waits| waits.asked == 0), "{id:?} leaves and does not know what it was asked for");
         if outstanding.in_flight == 0 {
             self.release(id);
         }
@@ -999,6 +1103,19 @@ impl Scheduler {
 
     fn residents(&self) -> impl Iterator<Item = &Sequence> {
         self.slots.iter().flatten().map(|&id| &self.sequences[id])
+    }
+
+    /// Returns the sequences that hold a slot and whose prompts are not queued to their ends.
+    fn prompts(&self) -> impl Iterator<Item = &Sequence> {
+        // A sequence that waits decodes.
+        let slots = self.slots.iter().zip(&self.outstanding).filter(|(_, outstanding)| outstanding.waits.is_none());
+        let sequences = slots.filter_map(|(id, _)| id.as_ref()).map(|id| &self.sequences[*id]);
+        sequences.filter(|sequence| sequence.state == SequenceState::Prefill)
+    }
+
+    /// Returns the sequence that has a row in the plan that is being made.
+    fn row(&self, slot: Slot) -> &Sequence {
+        &self.sequences[self.slots[slot.0 as usize].expect("a row has a slot that is held")]
     }
 
     /// Whether no unfinished plan names a sequence that holds a slot.

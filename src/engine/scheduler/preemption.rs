@@ -1,15 +1,15 @@
 //! Preemption: which sequence loses its pages when there are too few for a decode step.
 //! Not here: how it is computed again later, which is an ordinary admission (`prompts`).
 
-use crate::engine::plan::Page;
+use crate::engine::plan::{Page, Slot};
 use crate::engine::scheduler::Scheduler;
-use crate::engine::sequence::{Sequence, SequenceId, SequenceState};
+use crate::engine::sequence::{Sequence, SequenceState};
 use std::collections::HashMap;
 
 impl Scheduler {
     /// Preempts sequences, the youngest of the lowest priority first, until the pages for one step of the remaining
     /// rows are free, now or when the unfinished plans have finished.
-    pub(super) fn preempt(&mut self, rows: &mut Vec<SequenceId>) {
+    pub(super) fn preempt(&mut self, rows: &mut Vec<Slot>) {
         // A sequence that loses its pages is computed again from its tokens.
         self.settle();
         loop {
@@ -22,7 +22,7 @@ impl Scheduler {
                 .max_by_key(|s| s.rank())
                 .expect("one sequence alone always finds its pages")
                 .id;
-            rows.retain(|&id| id != victim);
+            rows.retain(|&slot| self.holder_id(slot) != Some(victim));
             self.preemptions += 1;
             let sequence = self.sequences.get_mut(victim).expect("a victim is known");
             sequence.preemptions += 1;

@@ -10,7 +10,7 @@ use crate::engine::plan::{
 use crate::engine::request::{Event, Started};
 use crate::engine::scheduler::decoding::TakenRows;
 use crate::engine::scheduler::{Flight, Scheduler, SchedulerOutput};
-use crate::engine::sequence::{Sequence, SequenceId, SequenceState, pages_for};
+use crate::engine::sequence::{Sequence, SequenceId, pages_for};
 use crate::engine::snapshots::Found;
 use crate::kernels::attention::PAGE_TOKENS;
 use std::cmp::Reverse;
@@ -87,8 +87,7 @@ impl Scheduler {
     /// lower priority, a sequence that can join.
     pub(super) fn next_prompt(&mut self) -> Option<Prompt> {
         let resident = self
-            .residents()
-            .filter(|sequence| sequence.state == SequenceState::Prefill)
+            .prompts()
             .min_by_key(|sequence| sequence.rank())
             .map(|sequence| (sequence.id, sequence.shielded, sequence.priority));
         match (resident, self.next_to_join()) {
@@ -203,7 +202,7 @@ impl Scheduler {
         let (Some(step), true) = (pace.step(), rows > 0) else {
             return (bearable.next().map(|size| size - mixed), false);
         };
-        let taken_in = || self.residents().filter(|s| s.state == SequenceState::Prefill);
+        let taken_in = || self.prompts();
         let prompts = taken_in().count() + self.waiting.len();
         let weight = prompts * prompts.min(MOST_ROWS_PER_PROMPT) / rows;
         let lasts_for = |tokens: u32, time: Duration| {
@@ -246,7 +245,7 @@ impl Scheduler {
     }
 
     /// Makes the next prefill plan, which begins with `prompt`. The sequences `mixed` decode in it.
-    pub(super) fn plan_prefill(&mut self, prompt: Prompt, mixed: &[SequenceId], pace: &Pace, now: Instant) -> StepPlan {
+    pub(super) fn plan_prefill(&mut self, prompt: Prompt, mixed: &[Slot], pace: &Pace, now: Instant) -> StepPlan {
         let mut prompt = Some(prompt);
         let (mut left, lone) = self.prompt_tokens_aim(pace, mixed.len() as u32);
         self.choices.1 += 1;

@@ -959,6 +959,47 @@ fn a_row_too_many_for_a_good_step_takes_turns_with_the_others() {
     assert!(drawn.iter().all(|&drawn| (14..=17).contains(&drawn)), "{drawn:?}");
 }
 
+/// Goal: decode plans ask sequences that wait for tokens, and take a page for them, without the sequences, which know of both
+/// when they are told or end; and the next page is taken in the same way.
+#[test]
+fn sequences_that_wait_are_told_later_what_plans_asked_of_them() {
+    let mut bench = Bench::new(setup(2, 64));
+    bench.arrive(request("a", 10, 100));
+    bench.arrive(request("b", 10, 100));
+    while bench.scheduler.outstanding[0].waits.is_none() {
+        bench.plan();
+        bench.complete();
+    }
+    bench.scheduler.take_outputs();
+    let undrawn = |bench: &Bench| [0, 1].map(|slot| bench.scheduler.row(Slot(slot)).undrawn());
+    let waits = |bench: &Bench, slot: usize| bench.scheduler.outstanding[slot].waits.unwrap();
+    let (known, used) = (undrawn(&bench), bench.scheduler.load().pages_used);
+    while waits(&bench, 0).page.is_none() {
+        bench.plan();
+        bench.complete();
+    }
+    assert_eq!(bench.scheduler.load().pages_used, used + 2);
+    assert_eq!(undrawn(&bench), known);
+    let asked = waits(&bench, 1).asked;
+    assert!(asked > 0 && asked == waits(&bench, 0).asked);
+    assert_eq!(bench.scheduler.row(Slot(1)).pages.len() as u32 + 1, waits(&bench, 1).pages);
+    // The end of a sequence, and what it was asked for.
+    bench.scheduler.abort("a", bench.now);
+    bench.scheduler.take_outputs();
+    assert_eq!(bench.scheduler.row(Slot(1)).undrawn(), known[1] - asked);
+    assert_eq!(bench.scheduler.row(Slot(1)).pages.len() as u32, waits(&bench, 1).pages);
+    let mut plans = 0;
+    while let Some(plan) = bench.plan() {
+        // The last one only leaves a slot.
+        if plan.work.is_some() {
+            bench.complete();
+        }
+        plans += 1;
+    }
+    assert!(plans > 4 && bench.finished() == [FinishReason::Length] && bench.scheduler.is_idle());
+    assert_eq!(bench.scheduler.load().pages_used, 0);
+}
+
 #[test]
 fn a_failed_device_ends_everything() {
     let mut bench = Bench::new(setup(2, 16));

@@ -11,6 +11,9 @@ use crate::kernels::state::{self, RingEntry};
 use crate::model::decoder::RingLayout;
 use std::time::Duration;
 
+/// The number of rows whose ring entries are read at a time.
+const ROWS_AT_ONCE: u32 = 32;
+
 impl GpuExecutor {
     /// Returns the submissions of a finished plan. Those of earlier plans without work, for which there is no report,
     /// are included.
@@ -24,11 +27,16 @@ impl GpuExecutor {
         self.early.iter().filter(|report| report.last).count()
     }
 
-    /// Returns the ring entries of a step's rows; `words` must have room for them. The alternatives of a token are only
-    /// read if there are any, because few requests ask for them.
-    pub(super) fn ring_entries<'a>(&'a self, step: u32, words: &'a mut [u32]) -> impl Iterator<Item = RingEntry> + 'a {
+    /// Returns the ring entries of a step's rows from `first` on, as many as `words` has room for. The alternatives of a token
+    /// are only read if there are any, because few requests ask for them.
+    pub(super) fn ring_entries<'a>(
+        &'a self,
+        step: u32,
+        first: u32,
+        words: &'a mut [u32],
+    ) -> impl Iterator<Item = RingEntry> + 'a {
         let RingLayout { steps, rows: ring_rows } = self.head().ring;
-        let at = RingEntry::at(step, 0, steps, ring_rows) as u64 * 4;
+        let at = RingEntry::at(step, first, steps, ring_rows) as u64 * 4;
         self.head().ring_buffer.load_quads(at, bytemuck::cast_slice_mut(words));
         let top = move |row: u32| {
             let mut words = [0u32; state::TOP_WORDS as usize];
@@ -36,7 +44,7 @@ impl GpuExecutor {
             self.head().ring_buffer.read(at, bytemuck::cast_slice_mut(&mut words));
             words
         };
-        let entries = words.chunks_exact(state::ENTRY_WORDS as usize).zip(0..);
+        let entries = words.chunks_exact(state::ENTRY_WORDS as usize).zip(first..);
         entries.map(move |(words, row)| RingEntry::read(words, || top(row)))
     }
 
@@ -49,10 +57,15 @@ impl GpuExecutor {
         to: u32,
     ) -> Result<(Vec<Sampled>, u32, u32), ExecuteError> {
         let mut tokens = Vec::with_capacity((pending.steps.rows * (to - from)) as usize);
-        let mut words = vec![0u32; (pending.steps.rows * state::ENTRY_WORDS) as usize];
-        for step in from..to {
+        let rows = pending.steps.rows;
+        // Few at a time, so that they stay in the processor's fastest memory.
+        let mut words = [0u32; (ROWS_AT_ONCE * state::ENTRY_WORDS) as usize];
+        for (step, first) in
+            (from..to).flat_map(|step| (0..rows).step_by(ROWS_AT_ONCE as usize).map(move |row| (step, row)))
+        {
             let number = pending.steps.first.wrapping_add(step);
-            for (row, entry) in self.ring_entries(number, &mut words).enumerate() {
+            let words = &mut words[..(ROWS_AT_ONCE.min(rows - first) * state::ENTRY_WORDS) as usize];
+            for (row, entry) in (first..).zip(self.ring_entries(number, first, words)) {
                 if entry.step != number {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
                 }
@@ -72,7 +85,7 @@ impl GpuExecutor {
                 tokens.push(Sampled {
                     slot: Slot(entry.slot),
                     id,
-                    draft: row as u32 % (pending.steps.drafts + 1),
+                    draft: row % (pending.steps.drafts + 1),
                     done: match entry.done {
                         state::DONE_STOP => Some(Done::Stop),
                         state::DONE_LENGTH => Some(Done::Length),

@@ -766,7 +766,7 @@ fn tagged_rows_by_fragments() {
     let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
     let some = |case: &Case| matches!(case.way, Way::Blocks(BlockType::Q4_K | BlockType::Q6_K) | Way::Load(_));
     let fits = |case: Case| Case { n: 48, ..case };
-    skinny_cases("skinny_codes.tagged", products(&[1, 4], flow).into_iter().filter(some).map(fits).collect(), 1);
+    skinny_cases("skinny_codes.tagged", products(&[1, 4, 8], flow).into_iter().filter(some).map(fits).collect(), 1);
 }
 
 /// Goal: sums that pass from workgroups with one part of the columns to those with the next are added up, once for each row,

@@ -1459,24 +1459,32 @@ fn hollow(folder: &Path, config: &serde_json::Value, tensors: &[(String, Vec<u64
 }
 
 /// Goal: steps of few rows of a model with codes use `skinny_codes.ptx` for all products, without barriers between the parts of a
-/// weight and without sums of parts of columns; with experts, up to as many rows as the kernels of their codes take. Method: models of 4,096
-/// hidden values, with query and key rows of four bits and value rows of six.
+/// weight and without sums of parts of columns; with experts, up to as many rows as the kernels of their codes take, also beside an
+/// output projection of few columns, which no program multiplies, and if some layer's experts are of numbers. Method: models of
+/// 4,096 hidden values, with query and key rows of four bits and value rows of six.
 #[test]
 fn few_rows_of_codes_use_programs_in_ptx_without_barriers_between_parts() {
     let vulkan = Vulkan::new();
     let folder = tempfile::tempdir().expect("a folder");
     let affine = |bits, group, minimum| Format::Codes(Codes { bits, group, number: Number::Affine, minimum });
     let (four, six) = (affine(4, 32, Minimum::Stored), affine(6, 16, Minimum::Zero { halves: 64 }));
-    for (class, model_type, experts, expert_ptx, most) in [
-        ("LlamaForCausalLM", "llama", 0, true, 8),
-        ("MixtralForCausalLM", "mixtral", 2, true, 8),
-        ("MixtralForCausalLM", "mixtral", 2, false, 4),
+    // Weights with `numbers` in their names stay as they are.
+    for (class, model_type, heads, experts, numbers, expert_ptx, most) in [
+        ("LlamaForCausalLM", "llama", 32, 0, "router", true, 8),
+        ("LlamaForCausalLM", "llama", 4, 0, "router", true, 4),
+        ("MixtralForCausalLM", "mixtral", 32, 2, "router", true, 8),
+        ("MixtralForCausalLM", "mixtral", 4, 2, "router", true, 8),
+        ("MixtralForCausalLM", "mixtral", 32, 2, "layers.1.experts", true, 8),
+        ("MixtralForCausalLM", "mixtral", 32, 2, "layers.1.experts.down", true, 4),
+        ("MixtralForCausalLM", "mixtral", 32, 2, "router", false, 4),
     ] {
+        let case = format!("{class}, {heads} heads, {numbers}");
+        let (query_rows, key_rows) = (heads * 128, heads * 128 / 4);
         let config = serde_json::json!({
             "architectures": [class], "model_type": model_type, "hidden_size": 4096, "intermediate_size": 4096,
-            "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 512,
-            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-            "tie_word_embeddings": false, "num_local_experts": experts, "num_experts_per_tok": 2,
+            "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads / 4, "head_dim": 128,
+            "vocab_size": 512, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "hidden_act": "silu", "tie_word_embeddings": false, "num_local_experts": experts, "num_experts_per_tok": 2,
             "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
         });
         let mut tensors =
@@ -1487,9 +1495,10 @@ fn few_rows_of_codes_use_programs_in_ptx_without_barriers_between_parts() {
                 |name: &str, shape: &[u64]| tensors.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
             add("input_layernorm", &[4096]);
             add("post_attention_layernorm", &[4096]);
-            for (name, rows) in [("q", 4096), ("k", 1024), ("v", 1024), ("o", 4096)] {
+            for (name, rows) in [("q", query_rows), ("k", key_rows), ("v", key_rows)] {
                 add(&format!("self_attn.{name}_proj"), &[rows, 4096]);
             }
+            add("self_attn.o_proj", &[4096, query_rows]);
             for name in ["gate", "up", "down"].iter().filter(|_| experts == 0) {
                 add(&format!("mlp.{name}_proj"), &[4096, 4096]);
             }
@@ -1501,12 +1510,12 @@ fn few_rows_of_codes_use_programs_in_ptx_without_barriers_between_parts() {
             }
         }
         tensors.iter_mut().for_each(|(name, _)| name.push_str(".weight"));
-        let checkpoint = hollow(&folder.path().join(model_type), &config, &tensors);
+        let checkpoint = hollow(&folder.path().join(format!("{model_type}.{heads}")), &config, &tensors);
         let parts = |w: &WeightSpec| {
-            if w.kind == WeightKind::Vector || w.name.ends_with("router") {
+            if w.kind == WeightKind::Vector || w.name.ends_with("router") || w.name.contains(numbers) {
                 return vec![w.clone()];
             }
-            let values = if w.merged.ends_with(".qkv") { 1024 } else { 0 };
+            let values = if w.merged.ends_with(".qkv") { key_rows as u32 } else { 0 };
             let part = |name: &str, first_row, rows, format| WeightSpec {
                 name: format!("{}{name}", w.name),
                 first_row,
@@ -1526,22 +1535,22 @@ fn few_rows_of_codes_use_programs_in_ptx_without_barriers_between_parts() {
         for rows in [1, 2, 4, 8, 16] {
             let recording = decoder.record(StepShape::Decode { rows });
             let calls: Vec<&Call> = layer_products(&recording).filter(|call| call.label.ends_with("qkv")).collect();
-            assert_eq!(calls.len(), 4, "{class}, {rows} rows");
-            assert_eq!(tags::check(&recording), Ok(()), "{class}, {rows} rows");
+            assert_eq!(calls.len(), 4, "{case}, {rows} rows");
+            assert_eq!(tags::check(&recording), Ok(()), "{case}, {rows} rows");
             let of_experts = layer_products(&recording).filter(|call| call.label.contains("experts."));
             let by_programs = of_experts.filter(|call| call.kernel == "expert_skinny.codes.ptx").count();
-            assert_eq!(by_programs > 0, experts > 0 && expert_ptx && rows <= most, "{class}, {rows} rows");
+            assert_eq!(by_programs > 0, experts > 0 && expert_ptx && rows <= most, "{case}, {rows} rows");
             let as_ptx = calls.iter().all(|call| call.kernel == "skinny_codes.ptx");
-            assert_eq!(as_ptx, rows <= most, "{class}, {rows} rows: {}", calls[0].kernel);
+            assert_eq!(as_ptx, rows <= most, "{case}, {rows} rows: {}", calls[0].kernel);
             let behind = recording
                 .ops
                 .iter()
                 .zip(barriers::derive(&recording.ops))
                 .filter(|(op, _)| matches!(op, Op::Call(call) if call.label.ends_with("qkv")));
             let needed: Vec<bool> = behind.map(|(_, needed)| needed).collect();
-            assert!(!needed[1] && !needed[3], "{class}, {rows} rows: a barrier between parts");
+            assert!(!needed[1] && !needed[3], "{case}, {rows} rows: a barrier between parts");
             let sums = recording.buffers.iter().find(|decl| decl.name == "column_sums").map_or(0, |decl| decl.bytes);
-            assert!(rows > most || sums == 0, "{class}, {rows} rows: {sums} bytes of sums");
+            assert!(rows > most || sums == 0, "{case}, {rows} rows: {sums} bytes of sums");
         }
     }
 }

@@ -23,6 +23,7 @@ use crate::model::config::{BlockNorms, LayerKind, MlpKind};
 use crate::quant::number::Number;
 use crate::quant::{Codes, Minimum};
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
@@ -260,9 +261,20 @@ impl Decoder<'_> {
     /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size or a state space's
     /// output, have none, so that even one row is packed if such an input is larger than shared memory.
     fn codes_fit(&self, rows: u32) -> bool {
+        // The blocks with experts of codes. Others' experts, such as a drafting block's, are multiplied row by row in all such steps.
+        fn block(w: &WeightSpec) -> &str {
+            w.merged.split(".experts.").next().unwrap_or_default()
+        }
+        let of_codes = self.weights.iter().filter(|w| w.is_of_experts() && w.format.codes().is_some());
+        let coded: BTreeSet<&str> = of_codes.map(block).collect();
+        // `skinny_codes` multiplies matrices of too few columns for a program, if experts had to be sorted otherwise.
+        let beside_experts = |weight: &Matrix| {
+            let few = self.config.experts.is_some() && codes::units(weight) < LEAST_CODES_PTX_UNITS;
+            few && self.tuning.fragments.is_none_or(|matrices| self.column_parts(weight, rows, matrices) == 1)
+        };
         let fits = |w: &WeightSpec| {
             if rows > MOST_CODES_ROWS && self.expert_rows(w).is_some() {
-                return self.programs_serve(w, rows);
+                return !coded.contains(block(w)) || self.programs_serve(w, rows);
             }
             let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
             let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
@@ -270,7 +282,11 @@ impl Decoder<'_> {
             let normed = w.cols == self.config.hidden || self.follows_row_norm(&w.merged);
             match rows {
                 ..=MOST_CODES_ROWS => rows <= 2 && !normed || self.tuning.fragments.is_none_or(whole),
-                _ => w.format.codes().is_none() || self.codes_ptx_config(&weight, rows).is_some(),
+                _ => {
+                    w.format.codes().is_none()
+                        || self.codes_ptx_config(&weight, rows).is_some()
+                        || beside_experts(&weight)
+                }
             }
         };
         rows <= MOST_SKINNY_ROWS && self.weights.iter().all(fits)

@@ -49,6 +49,7 @@ impl Messages {
     fn push(&self, text: String) {
         let mut messages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if messages.len() < MAX_MESSAGES {
+            tracing::error!("Vulkan validation: {text}");
             messages.push(text);
         }
     }

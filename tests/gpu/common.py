@@ -120,9 +120,10 @@ def checkpoint(program, config, folder, *options):
 class Server:
     """A program that serves one checkpoint on a device, or split over several, with its log as a list of JSON objects."""
 
-    def __init__(self, program, folder, devices, tune, **keys):
+    def __init__(self, program, folder, devices, tune, validation=False, **keys):
         lines = ['[server]', 'listen = "127.0.0.1:0"', '[http]', 'listen = "127.0.0.1:0"', '[admin]',
-                 'listen = "127.0.0.1:0"', '[runtime]', f"tune = {json.dumps(tune)}", '[[models]]', 'name = "m"',
+                 'listen = "127.0.0.1:0"', '[runtime]', f"tune = {json.dumps(tune)}",
+                 f"validation = {json.dumps(validation)}", '[[models]]', 'name = "m"',
                  f"path = {json.dumps(str(folder))}"]
         lines += [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
         devices = [devices] if isinstance(devices, str) else devices or []

@@ -82,10 +82,10 @@ class Model:
         return ("--quantize", self.stored) if self.stored else ()
 
     @property
-    def is_coded_experts(self):
-        """Whether it has quantised experts: steps of more than four rows sort them, with barriers."""
+    def sorts_batches(self):
+        """Whether its steps of STREAMS rows have barriers: quantised experts, unless programs in PTX multiply them."""
         config = self.config.get("text_config", self.config)
-        coded = self.stored or self.keys.get("quantize")
+        coded = self.keys.get("quantize")
         return bool(coded) and any(key in config for key in ("num_experts", "n_routed_experts"))
 
     @property
@@ -96,6 +96,7 @@ class Model:
 # So wide that programs in PTX multiply weights of codes.
 WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192,
         "num_hidden_layers": 2, "tie_word_embeddings": False}
+WIDE_EXPERTS = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts_per_tok": 6}
 
 MODELS = {
     "dense": Model(common.dense()),
@@ -117,6 +118,10 @@ MODELS = {
     "hybrid, int4": Model(common.hybrid(), {"quantize": "int4"}),
     "wide, AWQ": Model(common.dense(**WIDE), stored="awq"),
     "wide, FP8 in blocks": Model(common.dense(**WIDE), stored="fp8-block"),
+    "wide experts, AWQ": Model(common.experts(**WIDE_EXPERTS, num_experts=32), stored="awq"),
+    "wide experts, MXFP4": Model(common.experts(**WIDE_EXPERTS, num_experts=32), stored="mxfp4"),
+    "wide routed experts, AWQ": Model(common.routed(**WIDE_EXPERTS, n_routed_experts=32), stored="awq"),
+    "wide hybrid, AWQ": Model(common.hybrid(**WIDE_EXPERTS, num_experts=32), stored="awq"),
     # Without tied embeddings: with them, the text of a model of few layers is one token.
     "dense, drafts": Model(common.dense(tie_word_embeddings=False), {"draft": "lookup", "drafts": DRAFTS}),
     "dense, always drafts": Model(common.dense(tie_word_embeddings=False),
@@ -338,7 +343,7 @@ def main():
     if args.configs:
         models = {path.stem: Model(json.loads(path.read_text())) for path in args.configs}
     runs = [(name, streams) for name, model in models.items() for streams in args.streams or (1, STREAMS)
-            if streams == 1 or not model.drafts and not model.is_coded_experts]
+            if streams == 1 or not model.drafts and not model.sorts_batches]
     began, good = time.monotonic(), True
     print(f"{'model':24} {'streams':>7} {'calls':>6} {'faults':>7} {'steps a call':>13} {'texts':>6} {'different':>9}  result")
     with tempfile.TemporaryDirectory() as root:

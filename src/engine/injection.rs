@@ -68,7 +68,7 @@ impl Injections {
     pub fn note_fault(&self, broken: Option<usize>, call: u32, token: Option<u32>) {
         if let Some((wait, token)) = self.note_quietly(broken, call, token) {
             let Wait { call, tag, rows, drafts, .. } = &self.waits[wait];
-            tracing::warn!(call, tag, rows, drafts, token, "a test has broken this call");
+            tracing::warn!(wait, call, tag, rows, drafts, token, "a test has broken this call");
         }
     }
 

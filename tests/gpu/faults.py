@@ -308,7 +308,8 @@ def run(args, name, model, streams, folder, end):
             # Faults of texts that were not compared do not count.
             for entry in server.log[max(seen, batches.began):]:
                 if entry.get("message") == "a test has broken this call" and (entry["rows"], entry["drafts"]) == kind:
-                    steps.setdefault((entry["call"], entry["tag"]), set()).add(entry["token"])
+                    # The parts of a weight are calls with one name.
+                    steps.setdefault((entry["wait"], entry["call"], entry["tag"]), set()).add(entry["token"])
                     faults += 1
             seen = len(server.log)
             if len(steps) == waits > 0 and min(map(len, steps.values())) >= args.steps:

@@ -590,6 +590,7 @@ impl Scheduler {
             assert_eq!(unsettled(slot).count() as u32, outstanding.unsettled, "other tokens of {id:?} wait");
             let leaves = sequence.state == SequenceState::Leaving;
             if let Some(waits) = outstanding.waits {
+                assert!(waits.asked > 0 || waits.turn == sequence.turn, "{id:?} waits in another turn");
                 assert!(!leaves && sequence.can_wait(), "{id:?} cannot wait");
                 let page = u32::from(waits.page.is_some());
                 let room = waits.room + waits.asked - page * PAGE_TOKENS;
@@ -710,7 +711,7 @@ impl Scheduler {
         }
         let prompt = self.next_prompt();
         if prompt.is_some() {
-            self.settle();
+            self.settle_plans();
         }
         let mixed = prompt.as_ref().filter(|prompt| !self.is_scored(prompt)).and_then(|_| self.mixed_rows(pace));
         if self.flights.iter().any(|flight| !flight.awaits.is_empty()) {
@@ -879,14 +880,19 @@ impl Scheduler {
     /// yet. None of them ends its sequence, and decode plans do not depend on them, unless a sequence loses its place; so the
     /// device gets its next plan first.
     pub(super) fn settle(&mut self) {
-        for slot in 0..self.slots.len() as u32 {
-            self.settle_asked(Slot(slot));
-        }
+        self.settle_plans();
         for Unsettled { tokens, completed, at } in std::mem::take(&mut self.unsettled) {
             for sampled in tokens {
                 self.outstanding[sampled.slot.0 as usize].unsettled -= 1;
                 self.take_token(sampled, 0, Some(&completed), at);
             }
+        }
+    }
+
+    /// Tells the sequences what decode plans have asked of them.
+    fn settle_plans(&mut self) {
+        for slot in 0..self.slots.len() as u32 {
+            self.settle_asked(Slot(slot));
         }
     }
 

@@ -1,9 +1,10 @@
-"""What faults.py and shapes.py share: configurations of small models, checkpoints of them, and a program that serves them.
+"""What faults.py, shapes.py and loads.py share: configurations of small models, checkpoints of them, and a program that serves them.
 
 Python's standard library only. Checkpoints have random weights (`ostinato synth`) and the demo model's tokenizer, so that
 their outputs can be asked for as text; its 2,048 tokens are the smallest vocabulary of such a checkpoint.
 """
 
+import argparse
 import json
 import pathlib
 import shutil
@@ -16,6 +17,15 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "demo/model"
+
+
+def arguments(description):
+    """Returns a parser with the arguments that scripts for one device share: the program, --device and --tune."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", type=lambda path: str(pathlib.Path(path).resolve()))
+    parser.add_argument("--device")
+    parser.add_argument("--tune", action="append", default=[])
+    return parser
 
 
 def dense(**change):

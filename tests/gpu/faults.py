@@ -83,7 +83,7 @@ class Model:
 
     @property
     def sorts_batches(self):
-        """Whether its steps of STREAMS rows have barriers: quantised experts, unless programs in PTX multiply them."""
+        """Whether its steps of STREAMS rows have barriers: experts that the start quantises, which are too narrow here for programs in PTX."""
         config = self.config.get("text_config", self.config)
         coded = self.keys.get("quantize")
         return bool(coded) and any(key in config for key in ("num_experts", "n_routed_experts"))

@@ -11,7 +11,6 @@ know all that a device can do. The status is 1 if a text differs, a load fails, 
 device's memory grows.
 """
 
-import argparse
 import pathlib
 import subprocess
 import sys
@@ -98,10 +97,7 @@ def run(args, stored, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", type=lambda path: str(pathlib.Path(path).resolve()))
-    parser.add_argument("--device")
-    parser.add_argument("--tune", action="append", default=[])
+    parser = common.arguments(__doc__)
     parser.add_argument("--times", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=10000)
     parser.add_argument("--stored", action="append")

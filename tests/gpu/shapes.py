@@ -9,7 +9,6 @@ The status is 1 if a start tells of a kernel that waited too long, or of a step 
 fails or draws other tokens, and if no shape ran without barriers. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1.
 """
 
-import argparse
 import concurrent.futures
 import json
 import pathlib
@@ -117,10 +116,7 @@ def check(args, number, config, extra, folder, end):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", type=lambda path: str(pathlib.Path(path).resolve()))
-    parser.add_argument("--device")
-    parser.add_argument("--tune", action="append", default=[])
+    parser = common.arguments(__doc__)
     parser.add_argument("--shapes", type=int, default=200)
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--parallel", type=int, default=1)

@@ -258,19 +258,19 @@ impl GpuExecutor {
             regions.into_iter().map(|region| vec![region.whole]).collect()
         };
         // Logits can only be requested for the first row.
-        let dumped = slots.iter().position(|slot| self.dumps[slot.0 as usize]);
-        let first = dumped.map_or(0..0, |dumped| dumped..dumped + 1);
-        let others = slots.iter().enumerate().filter(|(index, _)| Some(*index) != dumped).map(|(_, slot)| slot);
-        let mut batch = slots[first].iter().chain(others);
+        let dump = slots.iter().any(|slot| self.dumps[slot.0 as usize]);
+        let mut batch = slots.clone();
+        if dump {
+            batch.sort_by_key(|slot| !self.dumps[slot.0 as usize]);
+        }
         for row in 0..sequences {
-            let slot = batch.next().map_or(u32::MAX, |slot| slot.0);
+            let slot = batch.get(row as usize).map_or(u32::MAX, |slot| slot.0);
             if self.batch[row as usize] != slot {
                 self.batch[row as usize] = slot;
                 patch.set(self.parts.layout.batch_word(row), slot);
             }
         }
         let kind = if self.parts.head.is_some() { Kind::Sampled } else { Kind::Layers };
-        let dump = dumped.is_some();
         let rows = sequences * (drafts + 1);
         let steps = Steps { kind, count, rows, slots, drafts, broken, dump, ..Steps::default() };
         Queued { steps, entries, awaits, flush: FlushReason::Readback }

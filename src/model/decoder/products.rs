@@ -261,12 +261,15 @@ impl Decoder<'_> {
     /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size or a state space's
     /// output, have none, so that even one row is packed if such an input is larger than shared memory.
     fn codes_fit(&self, rows: u32) -> bool {
-        // The blocks with experts of codes. Others' experts, such as a drafting block's, are multiplied row by row in all such steps.
+        if rows > MOST_SKINNY_ROWS {
+            return false;
+        }
         fn block(w: &WeightSpec) -> &str {
             w.merged.split(".experts.").next().unwrap_or_default()
         }
-        let of_codes = self.weights.iter().filter(|w| w.is_of_experts() && w.format.codes().is_some());
-        let coded: BTreeSet<&str> = of_codes.map(block).collect();
+        // The blocks with experts of codes. Experts of numbers, such as a drafting block's, are multiplied row by row in all such steps.
+        let of_codes = |w: &&WeightSpec| rows > MOST_CODES_ROWS && w.is_of_experts() && w.format.codes().is_some();
+        let coded: BTreeSet<&str> = self.weights.iter().filter(of_codes).map(block).collect();
         // `skinny_codes` multiplies matrices of too few columns for a program, if experts had to be sorted otherwise.
         let beside_experts = |weight: &Matrix| {
             let few = self.config.experts.is_some() && codes::units(weight) < LEAST_CODES_PTX_UNITS;
@@ -289,7 +292,7 @@ impl Decoder<'_> {
                 }
             }
         };
-        rows <= MOST_SKINNY_ROWS && self.weights.iter().all(fits)
+        self.weights.iter().all(fits)
     }
 
     /// Whether a weight is the output projection of a state space, whose input has a norm over the whole row.
